@@ -1,0 +1,95 @@
+# make lab    make .venv where needed and open JupyterLab on the quickstart
+# make test   everything that checks the project: lint, types, unit tests, notebooks, browser
+# make gpu    the core checks on CUDA; needs only torch, numpy and pytest in $(PYTHON)
+# make bench  what a session costs a training step, on this machine
+SHELL := bash
+PYTHON ?= python3
+LAB_ARGS ?=
+TEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+# One numerical thread: the tests' tensors are small, and the workers and the browser share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test lint types unit notebooks browser browser-needs gpu bench freeze clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("amp_widgets needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+
+# Both stamps also stand for the editable install, so they are renewed when the dependencies or the pins change.
+$(VENV)/.lab: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the tested versions into $(VENV); the first time takes some minutes"
+	$(INSTALL) --editable '.[lab]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the tested versions into $(VENV); the first time takes some minutes"
+	$(INSTALL) --editable '.[lab,dev]'
+	@touch $@ $(VENV)/.lab
+
+lab: $(VENV)/.lab
+	$(BIN)/python -m jupyterlab notebooks/01_quickstart.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+# Every stage runs, also after one that failed, and the last line says which failed.
+STAGES := lint types unit notebooks browser
+test: $(VENV)/.dev browser-needs
+	@failed=; \
+	for stage in $(STAGES); do \
+	    printf '\n=== %s\n' $$stage; start=$$SECONDS; \
+	    $(MAKE) --no-print-directory $$stage || failed+=" $$stage"; \
+	    printf '=== %s: %d s\n' $$stage $$((SECONDS - start)); \
+	done; \
+	if [ -n "$$failed" ]; then echo "=== FAILED:$$failed"; exit 1; fi; \
+	echo "=== all stages passed: $(STAGES)"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(PYTEST) -n 2 --dist loadfile --ignore tests/browser --ignore tests/notebooks tests
+
+notebooks: $(VENV)/.dev
+	$(PYTEST) tests/notebooks
+
+browser: $(VENV)/.dev browser-needs
+	$(PYTEST) tests/browser
+
+# Debian's Chromium, where it is missing and we may install it. Elsewhere the tests say what is missing.
+browser-needs:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing chromium for the browser tests"; export DEBIAN_FRONTEND=noninteractive; \
+	    { apt-get -q update; apt-get -qy install --no-install-recommends chromium fonts-dejavu-core; } >/tmp/chromium-install.$$$$ 2>&1 </dev/null \
+	        || { tail -n 5 /tmp/chromium-install.$$$$; echo "chromium could not be installed"; }; \
+	    rm -f /tmp/chromium-install.$$$$; \
+	fi
+
+# On a machine with a GPU, which may have no .venv, no Jupyter and other versions than the pinned ones: warnings are shown, not errors.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -W default tests/gpu $(TEST_ARGS)
+
+bench: $(VENV)/.lab
+	@for script in tests/benchmarks/*.py; do echo "=== $$script"; $(BIN)/python $$script || exit 1; done
+
+# --- upkeep ----------------------------------------------------------------------------------------------------------
+
+freeze: $(VENV)/.dev
+	{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist artifacts .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,90 @@
+"""The labelled vertical lines of applied changes: where each label goes so that neighbours do not collide."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from typing import Any
+
+LANES = 3
+LANE_PX = 15
+FIRST_LANE_PX = 20
+"""Above the plot; the titles are below the lanes."""
+CHARACTER_PX = 6.1
+MOST_FLAGS = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """A line at a step; without a lane its label found no room."""
+
+    step: float
+    label: str
+    lane: int | None
+    leftwards: bool
+
+
+def placed(steps: Sequence[float], labels: Sequence[str], *, first_step: float, last_step: float, width_px: float) -> list[Flag]:
+    """The newest ``MOST_FLAGS`` lines, newest first, each with the lowest lane that is free: a newer label goes before an older.
+
+    Parameters
+    ----------
+    steps, labels
+        Of the applied changes, in ascending order of step.
+    first_step, last_step, width_px
+        The range that the plot shows, and its width in pixels.
+
+    Notes
+    -----
+    live.js has the same rule, as its plot can be zoomed.
+    """
+    scale = width_px / max(last_step - first_step, 1e-9)
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(LANES)]
+    flags = []
+    for step, label in list(zip(steps, labels, strict=True))[: -MOST_FLAGS - 1 : -1]:
+        at = (step - first_step) * scale
+        size = CHARACTER_PX * len(html.unescape(label)) + 8
+        leftwards = at + size > width_px and at > size
+        start = at - size if leftwards else at
+        lane = next((i for i in range(LANES) if all(start >= end or start + size <= begin for begin, end in taken[i])), None)
+        if lane is not None:
+            taken[lane].append((start, start + size))
+        flags.append(Flag(step, label, lane, leftwards))
+    return flags
+
+
+def line_shape(flag: Flag, *, colour: str, plot_height_px: float) -> dict[str, Any]:
+    """The line as a Plotly shape; it reaches up to its label."""
+    above_px = 0 if flag.lane is None else FIRST_LANE_PX + flag.lane * LANE_PX + LANE_PX - 2
+    return {
+        "type": "line",
+        "xref": "x",
+        "yref": "paper",
+        "x0": flag.step,
+        "x1": flag.step,
+        "y0": 0,
+        "y1": 1 + above_px / plot_height_px,
+        "layer": "below",
+        "line": {"color": colour, "width": 1, "dash": "dot"},
+    }
+
+
+def label_annotation(flag: Flag, *, colour: str, background: str) -> dict[str, Any]:
+    """The label as a Plotly annotation. `flag` has a lane."""
+    assert flag.lane is not None
+    return {
+        "xref": "x",
+        "yref": "paper",
+        "x": flag.step,
+        "y": 1,
+        "xanchor": "right" if flag.leftwards else "left",
+        "yanchor": "bottom",
+        "xshift": -2 if flag.leftwards else 2,
+        "yshift": FIRST_LANE_PX + flag.lane * LANE_PX,
+        "text": flag.label,
+        "showarrow": False,
+        "font": {"size": 11, "color": colour},
+        "bgcolor": background,
+        "borderpad": 0,
+    }

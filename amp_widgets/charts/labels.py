@@ -1,0 +1,88 @@
+"""Texts in a chart: short names for events, and escaping of what the user wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class EventLike(Protocol):
+    """What a chart reads of an event; an ``amp_widgets.core.history.Event`` is one."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def detail(self) -> Mapping[str, Any]: ...
+
+
+MARKED_KINDS = ("applied", "rejected", "run", "note")
+"""The kinds that get a mark of their own. A skip has its mark on the scale, whose line shows the changes of scale, too."""
+
+LABEL_CHARACTERS = 30
+HOVER_CHARACTERS = 400
+
+
+def escaped(text: str) -> str:
+    """`text` as Plotly shows it literally: Plotly reads a part of HTML, entities, and TeX between dollar signs.
+
+    >>> escaped("a<b> & $c$")
+    'a&lt;b> &amp; &#36;c&#36;'
+    """
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("$", "&#36;")
+
+
+def shortened(text: str, characters: int) -> str:
+    """`text` cut to so many characters, the last of them an ellipsis where something was cut."""
+    text = " ".join(text.split())
+    return text if len(text) <= characters else text[: characters - 1].rstrip() + "…"
+
+
+def event_label(event: EventLike) -> str:
+    """A few words for the line of an event: ``fp16, 4 layers checkpointed``. Escaped."""
+    changes = [_change(str(name), value) for name, value in event.detail.items() if name != "source"]
+    return escaped(shortened(", ".join(changes) if changes else event.reason, LABEL_CHARACTERS))
+
+
+def event_text(event: EventLike) -> str:
+    """What is read on pointing at the mark of an event. Escaped."""
+    return escaped(shortened(event.reason, HOVER_CHARACTERS))
+
+
+def _change(name: str, value: Any) -> str:
+    match name:
+        case "autocast":
+            return str(value)
+        case "scaling":
+            return "scaling on" if value else "scaling off"
+        case "init_scale":
+            return f"scale {_number(value)}"
+        case "growth_factor":
+            return f"growth ×{_number(value)}"
+        case "backoff_factor":
+            return f"backoff ×{_number(value)}"
+        case "growth_interval":
+            return f"growth every {_number(value)}"
+        case "min_scale":
+            return "no floor" if value is None else f"floor {_number(value)}"
+        case "max_scale":
+            return "no cap" if value is None else f"cap {_number(value)}"
+        case "checkpointed" if isinstance(value, (list, tuple)):
+            return "no checkpointing" if not value else f"{len(value)} layer{'s' if len(value) > 1 else ''} checkpointed"
+        case _:
+            return f"{name} {_number(value)}"
+
+
+def _number(value: Any) -> str:
+    """A power of two from 2^10 on as such, other numbers in their shortest form."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if math.isfinite(value) and value >= 1024:
+        mantissa, exponent = math.frexp(value)
+        if mantissa == 0.5:
+            return f"2^{exponent - 1}"
+    return f"{value:g}"

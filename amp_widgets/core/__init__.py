@@ -1,0 +1,1 @@
+"""The live loop and its parts: torch, numpy and the standard library only."""

@@ -1,0 +1,294 @@
+"""What happened in a run: one row of numbers a step, and every event. Columnar, thread-safe, bounded; free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_widgets.errors import HistoryError
+
+COLUMNS = ("step", "time_s", "loss", "scale", "skipped", "step_s", "allocated_bytes", "peak_bytes", "reserved_bytes")
+DEFAULT_CAPACITY = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened at a step.
+
+    Parameters
+    ----------
+    step
+        The first step, counted from 0, for which it holds; for ``"skipped"`` the step that was skipped.
+    kind
+        ``"applied"``, ``"rejected"``, ``"skipped"``, ``"scale_changed"``, ``"run"`` or ``"note"``.
+    reason
+        A sentence for people.
+    detail
+        What a program needs, JSON-able. ``applied`` and ``rejected``: the requested changes by name of the setting, and
+        ``"source"``; ``scale_changed``: ``"from"`` and ``"to"``; ``run``: ``"state"``.
+    time_s
+        Seconds since the history began.
+    """
+
+    step: int
+    kind: str
+    reason: str
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    time_s: float = math.nan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a reader has come; ``Cursor()`` is the beginning. Made by :meth:`History.rows_since`."""
+
+    rows: int = 0
+    reductions: int = 0
+
+
+class History:
+    """A run, step by step.
+
+    Parameters
+    ----------
+    capacity
+        Most rows that are kept, at least 4. When they are reached, the oldest half is reduced to half of its resolution.
+    extra_columns
+        Names of further columns, after those in ``COLUMNS``.
+
+    Notes
+    -----
+    Reduction makes one row of two neighbours. Of the two the one that was skipped stays, else the one whose loss is not
+    finite, else the later one; whole, so that its step, loss and scale belong together, except that its byte columns are the
+    larger of both, ``step_s`` is the mean, and what it had not measured is taken from the other. Events are never dropped.
+
+    Appending never waits for a reader: rows once written are not changed in place (reduction makes a new block), so readers
+    copy outside of the lock.
+
+    Raises
+    ------
+    HistoryError
+        When the capacity is below 4, or a column is named twice.
+    """
+
+    def __init__(self, *, capacity: int = DEFAULT_CAPACITY, extra_columns: Sequence[str] = ()) -> None:
+        if capacity < 4:
+            raise HistoryError(f"capacity: got {capacity!r}, expected at least 4 rows")
+        self._names = (*COLUMNS, *extra_columns)
+        self._index = {name: i for i, name in enumerate(self._names)}
+        if len(self._index) != len(self._names):
+            raise HistoryError(
+                f"extra_columns: got {list(extra_columns)!r}, expected names that differ from each other and from {COLUMNS}"
+            )
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._block: npt.NDArray[np.float64] = np.empty((len(self._names), min(capacity, _FIRST_ROWS)))  # a column is contiguous
+        self._stored = 0  # rows in the block
+        # Rows arrive in a small row-wise buffer (one struct.pack each) and move to the block together.
+        self._buffer = bytearray(8 * len(self._names) * min(capacity, _BUFFER_ROWS))
+        self._arrived: npt.NDArray[np.float64] = np.frombuffer(self._buffer).reshape(-1, len(self._names))  # the same memory
+        self._arrived_rows = 0
+        self._room = len(self._arrived)  # rows that may arrive before they must be stored
+        self._pack_into = struct.Struct(f"{len(self._names)}d").pack_into
+        self._row_bytes = 8 * len(self._names)
+        self._nothing = dict.fromkeys(self._names, math.nan)
+        self._newest_measured = np.full(len(self._names), np.nan)  # of the rows in the block
+        self._reductions = 0
+        self._total_rows = 0
+        self._events: list[Event] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return self._names
+
+    @property
+    def capacity(self) -> int:
+        """Most rows that are kept."""
+        return self._capacity
+
+    @property
+    def total_rows(self) -> int:
+        """Rows ever appended, also those that reduction has merged since."""
+        return self._total_rows
+
+    def __len__(self) -> int:
+        """Rows kept."""
+        with self._lock:
+            return self._stored + self._arrived_rows
+
+    def __repr__(self) -> str:
+        return f"<History: {self._total_rows} steps, {len(self._events)} events>"
+
+    def append(self, **values: float) -> None:
+        """Add one row; columns that are not named are NaN.
+
+        Raises
+        ------
+        HistoryError
+            When ``step`` is missing, a column is unknown or a value is not a number; nothing is added then.
+        """
+        row = self._nothing | values  # in the order of the columns
+        if len(row) != len(self._nothing):
+            raise self._unknown(next(name for name in values if name not in self._index))
+        if "step" not in values:
+            raise HistoryError("append: got no step, expected step=<number of the step> in every row")
+        with self._lock:
+            at = self._arrived_rows
+            try:
+                self._pack_into(self._buffer, at * self._row_bytes, *row.values())
+            except (struct.error, TypeError, ValueError) as error:
+                raise HistoryError(f"append: got {values!r}, expected numbers only ({error})") from None
+            self._arrived_rows = at + 1
+            self._total_rows += 1
+            if at + 1 == self._room:
+                self._store()
+
+    def record(self, event: Event) -> None:
+        """Add an event."""
+        with self._lock:
+            self._events.append(event)
+
+    def columns(self, *names: str) -> dict[str, npt.NDArray[Any]]:
+        """The named columns, or all; copies of shape ``(len(self),)``.
+
+        Returns
+        -------
+        dict
+            Name → float64 array, NaN where not measured; ``step`` is int64.
+
+        Raises
+        ------
+        HistoryError
+            When there is no such column.
+        """
+        return self.rows_since(Cursor(), *names)[0]
+
+    def rows_since(self, cursor: Cursor | None, *names: str) -> tuple[dict[str, npt.NDArray[Any]], Cursor, bool]:
+        """What was appended since `cursor`; None is the beginning.
+
+        Returns
+        -------
+        rows
+            As from :meth:`columns`.
+        cursor
+            Where to go on next time.
+        start_over
+            True when the rows before `cursor` were reduced since: `rows` then has all that are kept, and what was read before is
+            to be dropped.
+
+        Raises
+        ------
+        HistoryError
+            When there is no such column.
+        """
+        wanted = self._positions(names)
+        cursor = cursor or Cursor()
+        with self._lock:
+            self._store()
+            block, stored, reductions = self._block, self._stored, self._reductions
+        start_over = cursor.reductions != reductions and cursor.rows > 0
+        first = cursor.rows if cursor.reductions == reductions else 0
+        rows = {
+            name: block[i, first:stored].astype(np.int64 if name == "step" else np.float64, copy=True)
+            for name, i in wanted.items()
+        }
+        return rows, Cursor(stored, reductions), start_over
+
+    def last(self, name: str, *, measured: bool = False) -> float:
+        """The value in the newest row, or with `measured` the newest that is not NaN; NaN if there is none.
+
+        Raises
+        ------
+        HistoryError
+            When there is no such column.
+        """
+        i = self._positions((name,))[name]
+        with self._lock:
+            if measured:
+                arrived = self._arrived[: self._arrived_rows, i]
+                known = np.flatnonzero(~np.isnan(arrived))
+                return float(arrived[known[-1]]) if known.size else float(self._newest_measured[i])
+            if self._arrived_rows:
+                return float(self._arrived[self._arrived_rows - 1, i])
+            return float(self._block[i, self._stored - 1]) if self._stored else math.nan
+
+    def events(self, *kinds: str) -> list[Event]:
+        """Every event, or those of these kinds, by step and within a step in order of arrival."""
+        with self._lock:
+            events = self._events.copy()
+        return sorted((event for event in events if not kinds or event.kind in kinds), key=lambda event: event.step)
+
+    def events_since(self, index: int) -> tuple[list[Event], int]:
+        """The events from the `index`-th on in order of arrival, and the index to go on from."""
+        with self._lock:
+            return self._events[index:], len(self._events)
+
+    def _positions(self, names: Sequence[str]) -> dict[str, int]:
+        try:
+            return {name: self._index[name] for name in names or self._names}
+        except KeyError as error:
+            raise self._unknown(error.args[0]) from None
+
+    def _unknown(self, name: str) -> HistoryError:
+        return HistoryError(f"{name}: there is no such column; expected one of {', '.join(self._names)}")
+
+    def _store(self) -> None:
+        """Move the rows that have arrived to the block. The lock is held."""
+        arrived, self._arrived_rows = self._arrived[: self._arrived_rows].T, 0
+        start, end = self._stored, self._stored + arrived.shape[1]
+        if end == start:
+            return
+        if end > self._block.shape[1]:
+            grown = np.empty((len(self._names), min(self._capacity, max(end, 2 * self._block.shape[1]))))
+            grown[:, :start] = self._block[:, :start]
+            self._block = grown
+        self._block[:, start:end] = arrived
+        for i, column in enumerate(arrived):
+            known = np.flatnonzero(~np.isnan(column))
+            if known.size:
+                self._newest_measured[i] = column[known[-1]]
+        self._stored = end
+        if end == self._capacity:
+            self._reduce()
+        self._room = min(len(self._arrived), self._capacity - self._stored)
+
+    def _reduce(self) -> None:
+        """Halve the resolution of the oldest half, in a new block. The lock is held."""
+        pairs = self._stored // 4
+        kept = self._block[:, 2 * pairs : self._stored]
+        block = np.empty_like(self._block)
+        block[:, :pairs] = _merged(self._names, self._block[:, 0 : 2 * pairs : 2], self._block[:, 1 : 2 * pairs : 2])
+        block[:, pairs : pairs + kept.shape[1]] = kept
+        self._block = block
+        self._stored = pairs + kept.shape[1]
+        self._reductions += 1
+
+
+_FIRST_ROWS = 1024
+_BUFFER_ROWS = 256
+
+
+def _merged(names: Sequence[str], earlier: npt.NDArray[np.float64], later: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """One row for each pair, as the notes of :class:`History` say; shapes (columns, pairs)."""
+    loss, skipped = names.index("loss"), names.index("skipped")
+    weight_earlier = 2 * (earlier[skipped] == 1) + ~np.isfinite(earlier[loss])
+    weight_later = 2 * (later[skipped] == 1) + ~np.isfinite(later[loss])
+    keep_earlier = weight_earlier > weight_later
+    merged = np.where(keep_earlier, earlier, later)
+    other = np.where(keep_earlier, later, earlier)
+    for i, name in enumerate(names):
+        if name.endswith("_bytes"):
+            merged[i] = np.fmax(merged[i], other[i])
+        elif name == "step_s":
+            mean = (merged[i] + other[i]) / 2
+            merged[i] = np.where(np.isnan(mean), np.fmax(merged[i], other[i]), mean)
+        elif name not in ("step", "loss"):
+            merged[i] = np.where(np.isnan(merged[i]), other[i], merged[i])
+    return merged

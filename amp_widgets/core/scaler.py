@@ -1,0 +1,383 @@
+"""A ``torch.amp.GradScaler`` that can be changed between steps and tells what each step did."""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from amp_widgets.core.readback import host_value
+from amp_widgets.core.settings import LARGEST_SAFE_SCALE, SMALLEST_SAFE_SCALE, Settings
+from amp_widgets.errors import HalfParametersError, NoGradientsError, ScalerError
+
+
+class ScalerListener(Protocol):
+    """Who is told what the user's loop does with the scaler."""
+
+    def scaling(self, outputs: object) -> None:
+        """``scale(outputs)`` is about to scale."""
+
+    def stepping(self) -> None:
+        """``step(optimizer)`` is about to step."""
+
+    def updated(self, step: ScaledStep) -> None:
+        """``update()`` is done: this is the step boundary."""
+
+    def adopted(self, settings: Settings, changes: dict[str, Any]) -> None:
+        """The user changed settings on the scaler itself (``load_state_dict``, a setter)."""
+
+    def parameter_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names of the optimizer's parameters, for messages."""
+
+
+class ScaledStep:
+    """What one step did with the scale.
+
+    Attributes
+    ----------
+    used
+        The scale used in the step, a copy on the device; None when the loss was not scaled.
+    after
+        The scale after ``update()``, a copy on the device; None when the loss was not scaled.
+    skipped
+        Whether an optimizer's step was skipped, where the host knows already; None where only the device knows.
+    found_inf
+        Above 0 where a step was skipped, on the device; None where `skipped` is known.
+    """
+
+    __slots__ = ("after", "found_inf", "skipped", "used")
+
+    def __init__(
+        self, used: torch.Tensor | None, after: torch.Tensor | None, skipped: bool | None, found_inf: torch.Tensor | None
+    ) -> None:
+        self.used = used
+        self.after = after
+        self.skipped = skipped
+        self.found_inf = found_inf
+
+
+class LiveScaler(torch.amp.GradScaler):
+    """Drop-in for ``torch.amp.GradScaler``, also right when autocast is fp32 or bf16.
+
+    While the settings in force do not scale the loss it passes everything through, as a disabled ``GradScaler`` does, and
+    keeps its scale, its growth tracker and its ``state_dict`` for later.
+
+    Parameters
+    ----------
+    device
+        Device type, ``"cuda"`` or ``"cpu"`` for example.
+    settings
+        The settings in force.
+    """
+
+    def __init__(self, device: str, settings: Settings) -> None:
+        super().__init__(
+            device=device,
+            init_scale=settings.init_scale,
+            growth_factor=settings.growth_factor,
+            backoff_factor=settings.backoff_factor,
+            growth_interval=settings.growth_interval,
+        )
+        self._settings = settings
+        self._listener_ref: Callable[[], ScalerListener | None] = _nobody
+        self._skipped_by: dict[int, bool | torch.Tensor] = {}
+        self._last_skipped: dict[int, bool | torch.Tensor] = {}
+        self._enabled = settings.scales_loss
+
+    # ---- what the user's loop calls ---------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply `outputs` by the loss scale; see ``torch.amp.GradScaler.scale``."""
+        listener = self._listener_ref()
+        if listener is not None:
+            listener.scaling(outputs)
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the loss scale; see ``torch.amp.GradScaler.unscale_``.
+
+        Raises
+        ------
+        HalfParametersError
+            When the model's own parameters are fp16.
+        """
+        with self._explained(optimizer):
+            super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless its gradients have inf or NaN; see ``torch.amp.GradScaler.step``.
+
+        Raises
+        ------
+        HalfParametersError
+            When the model's own parameters are fp16.
+        NoGradientsError
+            When no parameter of the optimizer got a gradient.
+        """
+        listener = self._listener_ref()
+        if listener is not None:
+            listener.stepping()
+        if not self._enabled:
+            self._skipped_by[id(optimizer)] = False
+            return super().step(optimizer, *args, **kwargs)
+        self._skipped_by.pop(id(optimizer), None)
+        with self._explained(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
+        if id(optimizer) not in self._skipped_by:  # a fused optimizer decides on the device
+            found = self._found_infs(id(optimizer))
+            self._skipped_by[id(optimizer)] = _total(found) if found else False
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the loss scale: the step boundary; see ``torch.amp.GradScaler.update``.
+
+        Raises
+        ------
+        SettingsError
+            When `new_scale` is a number outside the safe range.
+        NoGradientsError
+            When no optimizer was stepped since the last update.
+        """
+        if isinstance(new_scale, (int, float)):
+            new_scale = self._settings.replace(init_scale=new_scale, min_scale=None, max_scale=None).init_scale
+        if not self._enabled:
+            self._finish(ScaledStep(None, None, False, None))
+            return
+        used = None if self._scale is None else self._scale.clone()
+        with self._explained(None):
+            super().update(new_scale)
+        self._clamp()
+        assert self._scale is not None  # update() would have raised
+        skips = list(self._skipped_by.values())
+        if all(isinstance(skip, bool) for skip in skips):
+            self._finish(ScaledStep(used, self._scale.clone(), any(skips), None))
+        else:
+            on_device = [torch.full_like(self._scale, float(skip)) if isinstance(skip, bool) else skip for skip in skips]
+            self._finish(ScaledStep(used, self._scale.clone(), None, _total(on_device)))
+
+    def step_was_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
+        """Whether the last step was skipped because of inf or NaN in the gradients.
+
+        Between ``step`` and ``update`` it speaks of the step in progress. A learning-rate scheduler is stepped right with
+        ``if not scaler.step_was_skipped(optimizer): scheduler.step()``.
+
+        Parameters
+        ----------
+        optimizer
+            Which optimizer's step; without it, whether any was skipped.
+
+        Notes
+        -----
+        For a fused optimizer on CUDA only the device knows, and this call waits for it.
+        """
+        known = self._skipped_by or self._last_skipped
+        picked = known.values() if optimizer is None else [known[id(optimizer)]] if id(optimizer) in known else []
+        return any(bool(skip) if isinstance(skip, bool) else bool(skip.item()) for skip in picked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state, whole also while it passes through; waits for the device."""
+        with self._as_if_scaling():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, all of it or nothing.
+
+        Raises
+        ------
+        ScalerError
+            When entries are missing.
+        SettingsError
+            When a value cannot be in force.
+        """
+        if not state_dict and not self._enabled:
+            return  # as between two disabled scalers
+        missing = [key for key in _STATE_KEYS if key not in state_dict]
+        if missing:
+            raise ScalerError(
+                f"load_state_dict: got a state without {', '.join(missing)}, expected all of {', '.join(_STATE_KEYS)}; "
+                "an empty state comes from a scaler that was disabled when it was saved"
+            )
+        changes = {
+            "init_scale": float(state_dict["scale"]),
+            "growth_factor": state_dict["growth_factor"],
+            "backoff_factor": state_dict["backoff_factor"],
+            "growth_interval": state_dict["growth_interval"],
+        }
+        settings = self._settings.replace(**changes)
+        with self._as_if_scaling():
+            super().load_state_dict(state_dict)
+        self._adopt(settings, changes)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor now; checked as in a request."""
+        self._set(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor now; checked as in a request."""
+        self._set(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval now; checked as in a request."""
+        self._set(growth_interval=new_interval)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy as a plain ``torch.amp.GradScaler``, which loads without this package."""
+        state = {key: value for key, value in self.__getstate__().items() if key not in _OWN_ATTRIBUTES}  # type: ignore[no-untyped-call]  # torch's
+        return copyreg._reconstructor, (torch.amp.GradScaler, object, None), state  # type: ignore[attr-defined]  # typeshed lacks it
+
+    # ---- what the loop calls, between steps --------------------------------------------------------------------------
+
+    def listen(self, listener: ScalerListener) -> None:
+        """Tell `listener` from now on, for as long as it lives; the scaler does not keep it alive."""
+        self._listener_ref = weakref.ref(listener)
+
+    def configure(self, settings: Settings, *, set_scale: bool) -> None:
+        """Put settings in force; only between a step's ``update()`` and the next step.
+
+        Parameters
+        ----------
+        settings
+            What is in force from now on.
+        set_scale
+            Set the live scale to ``settings.init_scale``, and count the growth interval anew.
+        """
+        self._settings = settings
+        self._growth_factor = settings.growth_factor
+        self._backoff_factor = settings.backoff_factor
+        self._growth_interval = settings.growth_interval
+        self._enabled = settings.scales_loss
+        if set_scale:
+            self._init_scale = settings.init_scale
+            self._init_growth_tracker = 0
+        if self._scale is None or self._growth_tracker is None:
+            return
+        if set_scale:
+            self._scale.fill_(settings.init_scale)
+            self._growth_tracker.zero_()
+        # torch grows when tracker + 1 == interval: a tracker at or past a lowered interval would never meet it again
+        self._growth_tracker.mul_(self._growth_tracker < settings.growth_interval)
+        self._clamp()
+
+    def abandon_step(self) -> None:
+        """Forget what a step that was broken off had done, so that the next one starts clean."""
+        self._per_optimizer_states.clear()
+        self._skipped_by = {}
+
+    def release(self) -> None:
+        """Go on as a plain ``torch.amp.GradScaler``, with what is in force now."""
+        for name in _OWN_ATTRIBUTES:
+            self.__dict__.pop(name, None)
+        self.__class__ = torch.amp.GradScaler  # type: ignore[assignment]  # the point of it
+
+    # ---- private ----------------------------------------------------------------------------------------------------
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        # torch's own method, with its one sync, keeping what it found out
+        skipped = bool(sum(found.item() for found in optimizer_state["found_inf_per_device"].values()))
+        self._skipped_by[id(optimizer)] = skipped
+        return None if skipped else optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]  # typed as float | None in torch
+
+    def _finish(self, step: ScaledStep) -> None:
+        self._last_skipped, self._skipped_by = self._skipped_by, {}
+        listener = self._listener_ref()
+        if listener is not None:
+            listener.updated(step)
+
+    def _clamp(self) -> None:
+        if self._scale is None:
+            return
+        low, high = self._settings.min_scale, self._settings.max_scale
+        # Without a floor the scale could fall to where its reciprocal is inf: steps are no longer skipped, parameters go NaN.
+        low = SMALLEST_SAFE_SCALE if low is None else low
+        high = LARGEST_SAFE_SCALE if high is None else high
+        if self._scale.device.type == "cpu" and low <= host_value(self._scale) <= high:
+            return  # a look costs a fifth of the operation
+        self._scale.clamp_(low, high)
+
+    def _found_infs(self, key: int) -> list[torch.Tensor]:
+        return list(self._per_optimizer_states[key]["found_inf_per_device"].values())
+
+    def _set(self, **changes: Any) -> None:
+        settings = self._settings.replace(**changes)
+        self.configure(settings, set_scale=False)
+        self._adopt(settings, changes)
+
+    def _adopt(self, settings: Settings, changes: dict[str, Any]) -> None:
+        self._settings = settings
+        self._clamp()
+        listener = self._listener_ref()
+        if listener is not None:
+            listener.adopted(settings, changes)
+
+    @contextmanager
+    def _as_if_scaling(self) -> Iterator[None]:
+        enabled, self._enabled = self._enabled, True
+        try:
+            yield
+        finally:
+            self._enabled = enabled
+
+    @contextmanager
+    def _explained(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            if "unscale FP16 gradients" not in str(error):
+                raise
+            raise HalfParametersError(self._explain_half(optimizer)) from error
+        except AssertionError as error:
+            if "No inf checks were recorded" not in str(error):
+                raise
+            raise NoGradientsError(self._explain_no_gradients(optimizer)) from error
+
+    def _explain_half(self, optimizer: torch.optim.Optimizer | None) -> str:
+        named = self._named(optimizer, lambda p: p.grad is not None and p.grad.dtype == torch.float16)
+        return (
+            f"Attempting to unscale FP16 gradients: got fp16 parameters ({named}), expected fp32 ones. The scaler works with "
+            "autocast, which keeps the parameters in fp32 and casts where it is safe; keep the model in fp32: model.float(), "
+            "not model.half()"
+        )
+
+    def _explain_no_gradients(self, optimizer: torch.optim.Optimizer | None) -> str:
+        if optimizer is None:
+            return (
+                "No inf checks were recorded prior to update: got update() without a scaler.step(optimizer) since the last one, "
+                "expected scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() in this order"
+            )
+        named = self._named(optimizer, lambda p: p.grad is None)
+        return (
+            f"No inf checks were recorded for this optimizer: got no gradient in any of its parameters ({named}), expected at "
+            "least one. Call scaler.scale(loss).backward() before scaler.step(optimizer), and check that the loss depends on "
+            "these parameters and that they require a gradient"
+        )
+
+    def _named(self, optimizer: torch.optim.Optimizer | None, wanted: Callable[[torch.Tensor], bool]) -> str:
+        listener = self._listener_ref()
+        if optimizer is None or listener is None:
+            return "names unknown"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [n for n, p in zip(listener.parameter_names(optimizer), parameters, strict=True) if wanted(p)]
+        shown = ", ".join(names[:5])
+        return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"
+
+
+_OWN_ATTRIBUTES = ("_settings", "_listener_ref", "_skipped_by", "_last_skipped")
+_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def _nobody() -> None:
+    return None
+
+
+def _total(tensors: list[torch.Tensor]) -> torch.Tensor:
+    first, *rest = tensors
+    total = first.detach().reshape(()).clone()  # torch's update() adds to the original in place
+    for tensor in rest:
+        total = total + tensor.to(total.device, non_blocking=True)
+    return total

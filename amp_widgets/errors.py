@@ -1,0 +1,65 @@
+"""Every exception that amp_widgets raises on purpose.
+
+Each message says what was got, what was expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class AmpWidgetsError(Exception):
+    """Base of all errors of this package."""
+
+
+class SettingsError(AmpWidgetsError, ValueError):
+    """A requested setting is not one that can be in force; nothing was changed."""
+
+
+class LayerError(SettingsError):
+    """A layer was named that the model does not have."""
+
+
+class CheckpointingError(SettingsError):
+    """A layer was named that cannot be checkpointed safely; the message says why."""
+
+
+class ModelError(AmpWidgetsError, ValueError):
+    """A session cannot be made of this model and this optimizer."""
+
+
+class ScalerError(AmpWidgetsError, RuntimeError):
+    """The gradient scaler was used in a way that cannot give right gradients."""
+
+
+class HalfParametersError(ScalerError, ValueError):
+    """The model's own parameters are fp16, so that their gradients cannot be unscaled."""
+
+
+class NoGradientsError(ScalerError, AssertionError):
+    """``scaler.step`` was called for an optimizer none of whose parameters got a gradient."""
+
+
+class SessionClosedError(AmpWidgetsError, RuntimeError):
+    """The session was closed: it no longer controls the model."""
+
+
+class RunError(AmpWidgetsError, RuntimeError):
+    """A background run was asked for something that it cannot do in its present state."""
+
+
+class HistoryError(AmpWidgetsError, KeyError):
+    """A column was named that the history does not have."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingExtraError(AmpWidgetsError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class DemoError(AmpWidgetsError, ValueError):
+    """A demo was named that does not exist."""
+
+
+class MagicError(AmpWidgetsError, ValueError):
+    """A ``%amp`` line that cannot be understood."""

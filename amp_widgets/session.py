@@ -1,0 +1,329 @@
+"""`AmpSession`: what users hold. A live loop, and the conveniences that live above the core, each one delegation long."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amp_widgets import kernel
+from amp_widgets.core.history import DEFAULT_CAPACITY
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.errors import MissingExtraError, RunError
+from amp_widgets.runner import Runner, RunState, Training, last_lines
+from amp_widgets.widgets.state import DashboardState
+
+if TYPE_CHECKING:
+    from amp_widgets.widgets.dashboard import Dashboard
+
+
+class AmpSession(LiveLoop):
+    """Mixed precision and activation checkpointing of a model, as switches that work while it trains.
+
+    Parameters
+    ----------
+    model
+        The model to control; the device is taken from its parameters.
+    optimizer
+        Its optimizer, or several that make up one step. None: any optimizer that has the model's parameters.
+    memory_every
+        Measure memory on every n-th step; 0 never. On a CPU a measured step is some percent slower.
+    reset_peak
+        On CUDA, whether torch's peak counter may be reset at every step (`overall peak` is kept by the session). False
+        leaves the counter alone, and a step's peak is then known only when it is a new record.
+    history_capacity
+        Steps kept at full resolution; from then on the older half is thinned. Events are never dropped.
+
+    Raises
+    ------
+    ModelError
+        When the model has no parameters, or an optimizer has none of the model's.
+
+    Examples
+    --------
+    >>> session = AmpSession(model, optimizer)                        # doctest: +SKIP
+    >>> session.request(autocast="fp16", checkpointed=["layers.*"])   # doctest: +SKIP
+    >>> for inputs, labels in session.steps(loader, epochs=3):        # doctest: +SKIP
+    ...     optimizer.zero_grad()
+    ...     with session.autocast():
+    ...         loss = criterion(model(inputs), labels)
+    ...     session.scaler.scale(loss).backward()
+    ...     session.scaler.step(optimizer)
+    ...     session.scaler.update()
+
+    Notes
+    -----
+    A new session changes nothing: autocast fp32, and torch's own scaler defaults. Making a second session of a model closes
+    the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        memory_every: int = 1,
+        reset_peak: bool = True,
+        history_capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        super().__init__(
+            model, _as_tuple(optimizer), memory_every=memory_every, reset_peak=reset_peak, history_capacity=history_capacity
+        )
+        self._model_type = type(model).__name__
+        self._runner: Runner | None = None
+        self._uninstall_interrupt: Callable[[], None] | None = None
+        self._pump: kernel.CommPump | None = None
+        global _newest
+        _newest = weakref.ref(self)
+
+    # ---- the loop in a cell -----------------------------------------------------------------------------------------
+
+    def steps(self, batches: Iterable[Any], epochs: int = 1) -> Iterator[Any]:
+        """Go through `batches` with one progress bar; they are passed through untouched.
+
+        Parameters
+        ----------
+        batches
+            A DataLoader or another iterable, gone through once an epoch.
+        epochs
+            How often.
+
+        Raises
+        ------
+        RunError
+            When a background run is alive, or when `batches` can be gone through only once and `epochs` is above 1.
+        """
+        from tqdm.auto import tqdm
+
+        if self.run_state in ("running", "paused"):
+            raise RunError("steps: a background run is alive; stop it first: session.stop(); session.wait()")
+        if epochs > 1 and iter(batches) is batches:
+            raise RunError(
+                f"steps: got an iterator, which is used up after one epoch, and epochs={epochs}; pass a DataLoader or a list"
+            )
+        self.abandon_step()  # what an interrupted loop may have left open
+        length = len(batches) * epochs if isinstance(batches, Sized) else None
+        try:
+            with tqdm(total=length, unit="step") as bar:
+                for _ in range(epochs):
+                    for batch in batches:
+                        yield batch
+                        bar.update()
+        finally:
+            self.abandon_step()
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was skipped because of inf or NaN in the gradients.
+
+        ``if not session.last_step_skipped: scheduler.step()``. With a fused optimizer on CUDA it waits for the device.
+        """
+        return self.scaler.step_was_skipped()
+
+    # ---- the loop on a thread ---------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        epochs: int | None = 1,
+        *,
+        start: bool = True,
+    ) -> None:
+        """Train on a background thread: the classic loop, with `start`, `pause`, `resume`, `single_step`, `stop`, `reset`.
+
+        Parameters
+        ----------
+        batches
+            Yields ``(inputs, targets)``; moved to the model's device.
+        loss_fn
+            ``loss_fn(model(inputs), targets)``, run inside autocast.
+        epochs
+            How often to go through `batches`; None until stopped.
+        start
+            Start at once; False only prepares, for the dashboard's Start.
+
+        Raises
+        ------
+        RunError
+            When a run is alive, or the session has no optimizer.
+        SessionClosedError
+            After `close`.
+        """
+        if self._model is None:
+            raise RunError("fit: the session was closed; make a new AmpSession")
+        if not self._optimizers:
+            raise RunError("fit: the session has no optimizer, expected AmpSession(model, optimizer)")
+        if self.run_state in ("running", "paused"):
+            raise RunError(f"fit: a run is {self.run_state}; stop it first: session.stop(); session.wait()")
+        training = Training(model=self._model, optimizers=self._optimizers, batches=batches, loss_fn=loss_fn, epochs=epochs)
+        self._runner = Runner(self, training, on_end=self._release_interrupt)
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Start the run that `fit` prepared, or resume it when paused; from the present weights."""
+        runner = self._prepared("start")
+        if self._uninstall_interrupt is None:
+            # an idle kernel ignores the stop button: while a run is alive, the button means the run
+            self._uninstall_interrupt = kernel.on_interrupt(runner.stop)
+        runner.start()
+
+    def pause(self) -> None:
+        """Pause the run at the next boundary."""
+        self._prepared("pause").pause()
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._prepared("resume").resume()
+
+    def single_step(self) -> None:
+        """Train one step, then pause."""
+        self._prepared("single_step").single_step()
+
+    def stop(self) -> None:
+        """Stop the run at the next boundary."""
+        self._prepared("stop").stop()
+
+    def reset(self) -> None:
+        """Put back the weights and optimizer state that the run was made with; at the next boundary when it is alive."""
+        self._prepared("reset").reset()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the run to end; raise what the training raised. Returns whether it has ended."""
+        return self._prepared("wait").wait(timeout_s)
+
+    @property
+    def run_state(self) -> RunState:
+        """``none`` before `fit`, then ``ready`` ``running`` ``paused`` ``stopped`` ``finished`` or ``failed``."""
+        return "none" if self._runner is None else self._runner.state
+
+    # ---- the dashboard ----------------------------------------------------------------------------------------------
+
+    def dashboard(self) -> Dashboard:
+        """A view of this session, to be displayed; there may be any number of them.
+
+        Raises
+        ------
+        MissingExtraError
+            When ipywidgets, anywidget or plotly is not installed.
+        """
+        try:
+            from amp_widgets.widgets.dashboard import Dashboard
+        except ImportError as error:
+            raise MissingExtraError(
+                f"dashboard: {error}; install the widgets with: pip install 'amp-widgets[notebook]'"
+            ) from error
+
+        self._serve_busy_cells()
+        return Dashboard(self)
+
+    def dashboard_state(self) -> DashboardState:
+        """Everything that a view shows, as one snapshot; never waits for the device."""
+        status = self.status()
+        pending = self.pending
+        runner = self._runner
+        samples_per_s = runner.samples * status.steps_per_s if runner is not None and runner.samples else math.nan
+        return DashboardState(
+            settings=self.settings,
+            pending=None if pending is None else pending.changes,
+            layers=self.layers_seen,
+            support=self.support,
+            run=self.run_state,
+            step=status.step,
+            device=_device_name(self.device),
+            torch_version=torch.__version__,
+            scale=status.scale,
+            last_rejection=status.last_rejection,
+            error=None if runner is None else last_lines(runner.error_text),
+            step_s=status.step_s,
+            steps_per_s=status.steps_per_s,
+            samples_per_s=samples_per_s,
+            loss=status.loss,
+            skipped_steps=status.skipped_steps,
+            memory_source=self.memory_source,
+            allocated_bytes=status.allocated_bytes,
+            peak_bytes=status.peak_bytes,
+            overall_peak_bytes=status.overall_peak_bytes,
+            notes=self._notes(),
+        )
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop a run, and let go of the model, which is as it was; history and a plain scaler remain."""
+        if self._runner is not None:
+            self._runner.stop()
+            self._runner.join()
+            self._runner = None
+        super().close()
+
+    def __enter__(self) -> AmpSession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.settings.autocast}, step {self._step}"
+        return f"<AmpSession of {self._model_type} on {self.device}: {state}>"
+
+    # ---- private ----------------------------------------------------------------------------------------------------
+
+    def _prepared(self, verb: str) -> Runner:
+        if self._runner is None:
+            raise RunError(f"{verb}: there is no background run; prepare one with session.fit(dataloader, loss_fn)")
+        return self._runner
+
+    def _release_interrupt(self) -> None:
+        uninstall, self._uninstall_interrupt = self._uninstall_interrupt, None
+        if uninstall is not None:
+            uninstall()
+
+    def _serve_busy_cells(self) -> None:
+        if self._pump is None and kernel.in_kernel():
+            self._pump = kernel.CommPump()
+            self.on_boundary.append(self._pump.pump)
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        if self.closed:
+            notes.append("This session is closed; it no longer controls the model.")
+        if self.compiled:
+            notes.append(
+                "The model is compiled: changing checkpointed layers or autocast compiles it anew at the next step, and live "
+                "tensor bytes on a CPU are not counted."
+            )
+        if self._pump is not None and not self._pump.available:
+            notes.append(self._pump.why_not)
+        return tuple(notes)
+
+
+_newest: weakref.ref[AmpSession] | None = None
+
+
+def newest_session() -> AmpSession | None:
+    """The session made last, if it is still there and open."""
+    session = None if _newest is None else _newest()
+    return None if session is None or session.closed else session
+
+
+def _as_tuple(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, (list, tuple)):
+        return tuple(optimizer)
+    return (optimizer,)  # type: ignore[return-value]  # checked by the loop, with a message
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

@@ -1,0 +1,1 @@
+"""ipywidgets controls and panels: each renders a state and emits requests."""

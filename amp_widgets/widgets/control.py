@@ -1,0 +1,82 @@
+"""What all controls have in common: state flows to the page in traits, requests flow back in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from amp_widgets.widgets.state import DashboardState
+
+_HERE = Path(__file__).parent
+
+
+def page_script(name: str) -> str:
+    """The JavaScript of a control, after what all of them share."""
+    return (_HERE / "page.js").read_text(encoding="utf-8") + (_HERE / f"{name}.js").read_text(encoding="utf-8")
+
+
+class Control(anywidget.AnyWidget):
+    """A control that shows a `DashboardState` and asks for changes, and changes nothing itself.
+
+    Its traits are set by `render` alone and its page never sets them: what the user does arrives as a message. So rendering
+    cannot come back as a request.
+
+    Parameters
+    ----------
+    request
+        Called with what the user asks for, on whatever thread the message arrives.
+    state
+        What to show first; without one, `render` is to be called.
+    """
+
+    _css = (_HERE / "page.css").read_text(encoding="utf-8")
+
+    locked = traitlets.Bool(False, help="Nothing can be asked for any more.").tag(sync=True)
+
+    def __init__(self, request: Callable[..., None], state: DashboardState | None = None) -> None:
+        self._request = request
+        super().__init__(**({} if state is None else self._traits_for(state)))
+        self.on_msg(self._received)
+
+    def render(self, state: DashboardState) -> None:
+        """Show this state: one message with what differs from what is shown, none when nothing does."""
+        self._put(self._traits_for(state))
+
+    def lock(self) -> None:
+        """Show that there is nothing left to control."""
+        self._put({"locked": True})
+
+    def close(self) -> None:
+        """Close the control and its layout, and forget whom it asks."""
+        if self.comm is not None and self.layout is not None:
+            self.layout.close()
+        self._request = _nobody
+        super().close()
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        """Trait → value, a pure function of the state."""
+        raise NotImplementedError
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        """Turn a message from the page into a request."""
+        raise NotImplementedError
+
+    def _put(self, values: Mapping[str, Any]) -> None:
+        with self.hold_sync():
+            for name, value in values.items():
+                setattr(self, name, value)
+
+    def _received(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
+        try:
+            if not self.locked:
+                self._ask(message)
+        finally:  # the page shows what the user asked for until it is told that we have heard
+            self.send({"answered": message.get("id")})
+
+
+def _nobody(*_args: object, **_changes: object) -> None:
+    """Nobody is asked after `close`."""

@@ -1,0 +1,282 @@
+"""The dashboard: a status line, the controls and the charts of one session, kept up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import ipywidgets
+
+from amp_widgets.charts.live import TrainingChart
+from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.widgets.autocast_control import AutocastControl
+from amp_widgets.widgets.control import Control
+from amp_widgets.widgets.layers_control import LayersControl
+from amp_widgets.widgets.run_control import Command, RunControl
+from amp_widgets.widgets.scaler_control import ScalerControl
+from amp_widgets.widgets.state import Controlled, only_numbers_differ, same_state
+from amp_widgets.widgets.status_line import StatusLine, in_force_text
+
+PULL_S = 0.1
+"""Seconds between two looks at a session in which something moves."""
+NUMBERS_S = 0.25
+"""Seconds between two refreshes of the status line's numbers: more often they cannot be read."""
+IDLE_S = 0.5
+"""Seconds between two looks at a session in which nothing has moved for `CALM_S`, or at one that nobody watches."""
+CALM_S = 2.0
+
+
+class Chart(Protocol):
+    """What a dashboard needs of its chart, which is a widget too."""
+
+    memory_source: str
+
+    def pull(self, history: Any) -> object:
+        """Show what is new in the history."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class Dashboard(ipywidgets.Box):
+    """A view of a session, and its switches. Any number of them may show one session.
+
+    The dashboard pulls: a thread of its own looks at the session ten times a second at most and sends what has changed.
+    Requests go to the session, which decides; what it refuses is shown in the status line. Closing the dashboard, or the
+    session, ends the thread and lets go of the session.
+
+    Parameters
+    ----------
+    source
+        The session, or what else is `Controlled`.
+    chart
+        The chart; a new one without it. It is closed with the dashboard.
+    clock
+        Seconds, monotonic.
+    live
+        Whether a thread calls `tick`; without it, the caller does.
+    """
+
+    def __init__(
+        self,
+        source: Controlled,
+        *,
+        chart: Chart | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        live: bool = True,
+    ) -> None:
+        self._source: Controlled | None = source
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._complaint: str | None = None
+        self._watched = True
+        self._moved_s = self._numbers_s = clock()
+        self._shown = source.dashboard_state()
+        self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
+        self._status = StatusLine(self._views_changed, self._shown)
+        self._controls: tuple[Control, ...] = (
+            RunControl(self._command, self._shown),
+            AutocastControl(self._request, self._shown),
+            ScalerControl(self._request, self._shown),
+            LayersControl(self._request, self._shown),
+        )
+        column = ipywidgets.VBox(self._controls, _dom_classes=("ampw-controls",))
+        add_class = getattr(self._chart, "add_class", None)
+        if add_class is not None:
+            add_class("ampw-chart")
+        columns = ipywidgets.Box((column, self._chart), _dom_classes=("ampw-columns",))
+        super().__init__((self._status, columns), _dom_classes=("ampw-dashboard",))
+        self._pull_chart()
+        self._refresher = Refresher(weakref.WeakMethod(self.tick))
+        if live:
+            self._refresher.start()
+
+    def tick(self) -> float | None:
+        """Look at the session once, and show what has changed.
+
+        Returns
+        -------
+        float or None
+            Seconds until the next look; None when there will be none, because the dashboard or the session was closed.
+        """
+        with self._lock:
+            moved = self._pull_chart() if self._watched else False  # before the state, which may say that it is closed
+            moved = self._refresh() or moved
+            if self._source is None:
+                return None
+            now_s = self._clock()
+            if moved:
+                self._moved_s = now_s
+            return PULL_S if self._watched and now_s - self._moved_s < CALM_S else IDLE_S
+
+    @property
+    def closed(self) -> bool:
+        """Whether the dashboard has let go of its session."""
+        return self._source is None
+
+    def widgets(self) -> Iterator[ipywidgets.Widget]:
+        """Every widget that the dashboard is made of, itself and the layouts included."""
+        waiting: list[Any] = [self]
+        while waiting:
+            widget = waiting.pop()
+            yield widget
+            waiting.extend(getattr(widget, "children", ()))
+            layout = getattr(widget, "layout", None)
+            if isinstance(layout, ipywidgets.Widget):
+                yield layout
+
+    def close(self) -> None:
+        """Take the dashboard off the page and free it; the session goes on."""
+        if "_refresher" not in self.__dict__:  # it was never finished, or is closed
+            return
+        self._refresher.stop()
+        with self._lock:
+            self._source = None
+            parts = list(self.widgets())
+            del self._refresher
+        self._chart.close()
+        for widget in parts:
+            if widget is not self:
+                widget.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        state = self._shown
+        return f"<amp_widgets dashboard: step {state.step}, {in_force_text(state)}>"
+
+    def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
+        return {
+            "text/plain": repr(self),
+            "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self._model_id},
+        }
+
+    # ---- from the session to the page -------------------------------------------------------------------------------
+
+    def _refresh(self) -> bool:
+        """Render the session's state where it differs from the one shown; whether it did."""
+        if self._source is None:
+            return False
+        closed = self._source.closed  # asked first: the state is then the last one
+        try:
+            state = self._source.dashboard_state()
+        except Exception as error:  # shown, not lost: this runs on a thread of ours
+            self._complaint = f"the session cannot be shown: {type(error).__name__}: {error}"
+            state = dataclasses.replace(self._shown, last_rejection=None)
+        if self._complaint is not None and self._complaint != state.last_rejection:
+            state = dataclasses.replace(state, last_rejection=self._complaint)
+        now_s = self._clock()
+        if same_state(state, self._shown) and not closed:
+            return False
+        if not (self._watched or closed):
+            return True
+        if not closed and now_s - self._numbers_s < NUMBERS_S and only_numbers_differ(state, self._shown):
+            return True  # they are shown a little later
+        self._numbers_s = now_s
+        self._shown = state
+        if state.memory_source != self._chart.memory_source:
+            self._chart.memory_source = state.memory_source
+        self._status.render(state)
+        for control in self._controls:
+            control.render(state)
+        if closed:
+            self._let_go()
+        return True
+
+    def _pull_chart(self) -> bool:
+        """Show the newest rows; whether there were any."""
+        if self._source is None:
+            return False
+        try:
+            history = self._source.history_so_far
+            return bool(self._chart.pull(history))
+        except Exception as error:
+            self._complaint = f"the chart cannot be drawn: {type(error).__name__}: {error}"
+        return True
+
+    def _let_go(self) -> None:
+        """The session is closed: keep what was shown last, and nothing else."""
+        self._source = None
+        self._status.show_closed()
+        for control in self._controls:
+            control.lock()
+
+    # ---- from the page to the session -------------------------------------------------------------------------------
+
+    def _request(self, **changes: Any) -> None:
+        self._carry_out(lambda source: source.request(source="widget", **changes))
+
+    def _command(self, command: Command) -> None:
+        self._carry_out(lambda source: getattr(source, command)())
+
+    def _carry_out(self, act: Callable[[Controlled], object]) -> None:
+        source = self._source
+        if source is None:
+            return
+        try:
+            act(source)
+            self._complaint = None
+        except AmpWidgetsError as error:
+            self._complaint = str(error)
+        except Exception as error:  # a callback's traceback would go to a log that nobody reads
+            self._complaint = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._refresh()
+        self._refresher.wake()
+
+    def _views_changed(self, count: int) -> None:
+        """Nobody looks: nothing is sent until somebody does."""
+        self._watched = count > 0
+        if self._watched:
+            self._refresher.wake()
+
+
+class Refresher:
+    """A thread that calls a function again and again, after the time that it returned, until it returns None.
+
+    Parameters
+    ----------
+    tick
+        A weak reference to it: when it is gone, the thread ends.
+    """
+
+    def __init__(self, tick: weakref.WeakMethod[Callable[[], float | None]]) -> None:
+        self._tick = tick
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="amp_widgets dashboard", daemon=True)
+
+    def start(self) -> None:
+        """Start calling."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Call soon, if the next call is further off than `PULL_S`."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Call no more; a call in progress ends by itself."""
+        self._stop.set()
+        self._wake.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        delay_s: float | None = PULL_S
+        while delay_s is not None:
+            if delay_s > PULL_S:
+                self._wake.wait(delay_s - PULL_S)
+            self._wake.clear()
+            if self._stop.wait(PULL_S):
+                return
+            tick = self._tick()
+            if tick is None:
+                return
+            delay_s = tick()
+            del tick  # while it waits, the thread keeps nothing alive

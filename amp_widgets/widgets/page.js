@@ -1,0 +1,79 @@
+// Shared by all controls; prepended to each. Everything shown is made of elements and text nodes: markup in data stays text.
+
+/** An element with attributes, listeners ("onclick": function) and children; a string child becomes text. */
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Set a text only where it differs, so that a selection in it survives. */
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+  element.hidden = text === "";
+}
+
+function uid() {
+  return "amp-" + Math.random().toString(36).slice(2, 11);
+}
+
+/** The frame of a control: a titled section, or a bare one. Returns its parts and what removes its listeners. */
+function frame(el, title, className) {
+  el.classList.add("ampw");
+  const titleId = uid();
+  const chip = h("span", { class: "ampw-chip", title: "In force from the next step", hidden: true }, "waiting");
+  const body = h("div", { class: "ampw-body" });
+  const heading = h("div", { class: "ampw-heading" }, h("h3", { id: titleId }, title), chip);
+  const section = h("section", { class: `ampw-panel ${className}`, "aria-labelledby": titleId }, heading, body);
+  el.append(section);
+  return {
+    body,
+    heading,
+    titleId,
+    setWaiting: (waits) => { chip.hidden = !waits; },
+    remove: keepKeys(el),
+  };
+}
+
+/**
+ * Keep the notebook's one-key shortcuts (arrows select cells, x cuts one) away from the keys typed in `el`, while those with a
+ * modifier and Shift+Enter still reach it. JupyterLab looks for the attribute, on the element that has the focus, when the event
+ * reaches the document; the window comes before.
+ */
+function keepKeys(el) {
+  const listener = (event) => {
+    if (!el.contains(event.target)) return;
+    const theirs = event.ctrlKey || event.metaKey || event.altKey || (event.shiftKey && event.key === "Enter");
+    if (theirs) delete event.target.dataset.lmSuppressShortcuts;
+    else event.target.dataset.lmSuppressShortcuts = "true";
+  };
+  window.addEventListener("keydown", listener, true);
+  return () => window.removeEventListener("keydown", listener, true);
+}
+
+/** What the user asked for in this view, shown until Python answers: in a busy kernel that can take a while. */
+function asking(model, draw) {
+  let asked = {};
+  let latest = null;
+  model.on("msg:custom", (message) => {
+    if (latest === null || message.answered !== latest) return;
+    asked = {};
+    latest = null;
+    draw();
+  });
+  return {
+    waits: () => latest !== null,
+    value: (name, otherwise) => (name in asked ? asked[name] : otherwise),
+    ask(message, shown = {}) {
+      Object.assign(asked, shown);
+      latest = uid();
+      model.send({ ...message, id: latest });
+      draw();
+    },
+  };
+}

@@ -1,0 +1,59 @@
+const RUN_COMMANDS = [
+  ["start", "Start", "M4 2.5v11l9-5.5z"],
+  ["pause", "Pause", "M4 3h3v10H4zM9 3h3v10H9z"],
+  ["resume", "Resume", "M3 3h2v10H3zM7 3v10l7-5z"],
+  ["single_step", "Single step", "M3 3v10l7-5zM11 3h2v10h-2z"],
+  ["stop", "Stop", "M3.5 3.5h9v9h-9z"],
+  ["reset", "Reset", "M8 3V0.8L4.2 4 8 7.2V5a3.5 3.5 0 1 1-3.5 3.5h-2A5.500 5.500 0 1 0 8 3z"],
+];
+const RUN_TITLES = { reset: "Reset to the first weights", single_step: "Run one step, then pause" };
+
+export default {
+  render({ model, el }) {
+    const { body, remove } = frame(el, "Run", "ampw-run");
+    const sentence = h("p", { class: "ampw-sentence" });
+    const group = h("div", { class: "ampw-buttons", role: "group", "aria-label": "Run" });
+    const buttons = new Map();
+    for (const [command, label, path] of RUN_COMMANDS) {
+      const title = RUN_TITLES[command];
+      const button = h("button", { type: "button", title, onclick: () => asked.ask({ command }) }, icon(path), h("span", {}, label));
+      buttons.set(command, button);
+      group.append(button);
+    }
+    body.append(sentence, group);
+
+    let place = null; // a button that had the focus when it was disabled, which takes the focus from it
+    const keepPlace = () => {
+      if (!place) return;
+      const next = place.disabled ? [...buttons.values()].find((button) => !button.disabled) : place;
+      if (document.activeElement === document.body || document.activeElement === place) next?.focus();
+      place = null;
+    };
+
+    const draw = () => {
+      const enabled = model.get("locked") ? [] : model.get("enabled");
+      const focused = [...buttons.values()].find((button) => button.matches(":focus"));
+      for (const [command, button] of buttons) button.disabled = !enabled.includes(command);
+      if (focused?.disabled) {
+        place = focused;
+        setTimeout(keepPlace, 600); // a single step disables its button only for a moment
+      } else if (place && !place.disabled) keepPlace();
+      setText(sentence, model.get("sentence"));
+      group.hidden = model.get("sentence") !== "";
+    };
+    const asked = asking(model, draw);
+    model.on("change", draw);
+    draw();
+    return remove;
+  },
+};
+
+function icon(path) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 16 16");
+  svg.setAttribute("aria-hidden", "true");
+  const shape = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  shape.setAttribute("d", path);
+  svg.append(shape);
+  return svg;
+}

@@ -1,0 +1,89 @@
+const SCALER_FIELDS = [
+  ["growth_factor", "Growth factor", "The scale is multiplied by this after as many good steps in a row as the growth interval says; above 1"],
+  ["backoff_factor", "Backoff factor", "The scale is multiplied by this after a step with inf or NaN in its gradients; between 0 and 1"],
+  ["growth_interval", "Growth interval", "Steps without inf or NaN, in a row, until the scale grows"],
+  ["min_scale", "Floor", "The scale does not fall below this, such as 2^4; empty for none"],
+  ["max_scale", "Cap", "The scale does not grow above this, such as 2^24; empty for none"],
+];
+
+export default {
+  render({ model, el }) {
+    const { body, setWaiting, remove } = frame(el, "Loss scaling", "ampw-scaler");
+    const checkId = uid();
+    const check = h("input", {
+      type: "checkbox", id: checkId, onchange: () => asked.ask({ setting: "scaling", value: check.checked }, { scaling: check.checked }),
+    });
+    const sentence = h("p", { class: "ampw-sentence", role: "status" });
+
+    const sliderId = uid();
+    const readout = h("output", { for: sliderId });
+    let timer = 0;
+    const send = () => {
+      clearTimeout(timer);
+      timer = 0;
+      const value = Number(slider.value);
+      asked.ask({ setting: "init_scale", value }, { exponent: value });
+    };
+    const slider = h("input", {
+      type: "range", id: sliderId, min: 0, max: 40, step: 1,
+      oninput: () => showReadout(Number(slider.value)),
+      onchange: () => { clearTimeout(timer); timer = setTimeout(send, 150); }, // a held arrow key is one request
+    });
+    const showReadout = (exponent) => {
+      readout.value = `2^${exponent} = ${2 ** exponent}`;
+      slider.setAttribute("aria-valuetext", readout.value);
+    };
+    const live = h("span", { class: "ampw-live" });
+
+    const inputs = new Map();
+    const labels = new Map([["init_scale", h("label", { for: sliderId }, "Initial scale")], ["scaling", h("label", { for: checkId }, "Scale the loss")]]);
+    const grid = h("div", { class: "ampw-fields" });
+    for (const [name, label, title] of SCALER_FIELDS) {
+      const id = uid();
+      const input = h("input", {
+        type: "text", id, title, inputmode: "decimal", autocomplete: "off", spellcheck: "false", placeholder: name.endsWith("_scale") ? "none" : null,
+        onchange: () => asked.ask({ setting: name, value: input.value }, { [name]: input.value }),
+        onkeydown: (event) => {
+          if (event.key === "Escape") { input.value = shownText(name); input.blur(); }
+        },
+      });
+      inputs.set(name, input);
+      labels.set(name, h("label", { for: id, title }, label));
+      grid.append(h("div", { class: "ampw-field" }, labels.get(name), input));
+    }
+    const rule = h("fieldset", { "aria-label": "The loss scale and its rule" },
+      h("div", { class: "ampw-between" }, labels.get("init_scale"), readout), slider, live, grid);
+    body.append(h("div", { class: "ampw-tick" }, check, labels.get("scaling")), sentence, rule);
+
+    const shownText = (name) => asked.value(name, model.get("fields")[name] ?? "");
+    const draw = () => {
+      const locked = model.get("locked");
+      const waiting = model.get("waiting");
+      check.checked = asked.value("scaling", model.get("scaling"));
+      check.disabled = locked || !model.get("applies");
+      setText(sentence, model.get("sentence"));
+      rule.disabled = locked || model.get("sentence") !== "";
+      if (!timer && !slider.matches(":active")) {
+        const exponent = asked.value("exponent", model.get("exponent"));
+        slider.value = exponent;
+        showReadout(exponent);
+        if (exponent === model.get("exponent")) readout.value = model.get("init_scale");
+      }
+      const scale = model.get("live_scale");
+      setText(live, scale && `live scale ${scale}`);
+      for (const [name, input] of inputs) {
+        const editing = input.matches(":focus") && input.value !== input.dataset.drawn && !asked.waits();
+        if (!editing) {
+          input.value = shownText(name);
+          input.dataset.drawn = input.value;
+        }
+      }
+      for (const [name, label] of labels) label.classList.toggle("ampw-changed", waiting.includes(name));
+      setWaiting(waiting.length > 0 || asked.waits());
+    };
+    const asked = asking(model, draw);
+    model.on("change", draw);
+    draw();
+    return remove;
+  },
+};

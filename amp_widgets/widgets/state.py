@@ -1,0 +1,159 @@
+"""What a dashboard shows and what it drives: an immutable snapshot, and the protocol that a session satisfies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from amp_widgets.core.settings import AutocastName, Settings
+
+if TYPE_CHECKING:
+    from amp_widgets.core.autocast import Support
+    from amp_widgets.core.checkpointing import Layer
+    from amp_widgets.core.history import History
+
+RunState = Literal["none", "ready", "running", "paused", "stopped", "finished", "failed"]
+"""``"none"``: no background run was prepared, the loop runs in the user's own cell."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DashboardState:
+    """A snapshot of a session: all that the controls show.
+
+    Sizes are in bytes and times in seconds; NaN stands for what is not known.
+
+    Parameters
+    ----------
+    settings
+        What is in force.
+    pending
+        Setting → value of what waits for the next step boundary (names of layers, not globs), or None.
+    layers
+        The layers of the model, in the model's order.
+    support
+        For ``"fp32"``, ``"fp16"`` and ``"bf16"``: whether the device has it, and a note.
+    run
+        How the background run stands.
+    step
+        Steps completed.
+    device, torch_version
+        For people, such as ``"cuda:0 (NVIDIA H200)"`` and ``"2.13.0"``.
+    scale
+        The live loss scale; None while the loss is not scaled.
+    last_rejection
+        Why the last request was rejected, or None.
+    error
+        The last lines of the traceback that ended a run, or None.
+    step_s, steps_per_s, samples_per_s, loss, skipped_steps
+        Of the newest steps; `skipped_steps` of the whole run.
+    memory_source
+        How the memory numbers are obtained, for people.
+    allocated_bytes, peak_bytes, overall_peak_bytes
+        At the end of the newest measured step, within it, and the highest of the whole run.
+    notes
+        Plain sentences worth knowing, such as what a compiled model cannot do.
+    """
+
+    settings: Settings
+    pending: Mapping[str, Any] | None = None
+    layers: tuple[Layer, ...] = ()
+    support: Mapping[AutocastName, Support] = dataclasses.field(default_factory=dict)
+    run: RunState = "none"
+    step: int = 0
+    device: str = ""
+    torch_version: str = ""
+    scale: float | None = None
+    last_rejection: str | None = None
+    error: str | None = None
+    step_s: float = math.nan
+    steps_per_s: float = math.nan
+    samples_per_s: float = math.nan
+    loss: float = math.nan
+    skipped_steps: int = 0
+    memory_source: str = ""
+    allocated_bytes: float = math.nan
+    peak_bytes: float = math.nan
+    overall_peak_bytes: float = math.nan
+    notes: tuple[str, ...] = ()
+
+    def requested(self, name: str) -> Any:
+        """The value of a setting that was asked for last: the waiting one, else the one in force."""
+        if self.pending is not None and name in self.pending:
+            return _plain(self.pending[name])
+        return getattr(self.settings, name)
+
+    @property
+    def waiting(self) -> dict[str, Any]:
+        """Setting → value of what waits and differs from what is in force."""
+        asked = {name: _plain(value) for name, value in (self.pending or {}).items()}
+        return {name: value for name, value in asked.items() if value != getattr(self.settings, name)}
+
+
+class Controlled(Protocol):
+    """What a dashboard drives. Every method may be called from any thread, and none waits for the device."""
+
+    def dashboard_state(self) -> DashboardState:
+        """A snapshot."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nothing left to control: a dashboard then shows the last state and lets go."""
+
+    @property
+    def history_so_far(self) -> History:
+        """Every step whose values have arrived."""
+
+    def request(self, *, source: str = "script", **changes: Any) -> object:
+        """Ask for settings, in force from the next step. Raises SettingsError."""
+
+    def start(self) -> None:
+        """Start the prepared run. This and the others raise RunError."""
+
+    def pause(self) -> None:
+        """Pause at the next step boundary."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def single_step(self) -> None:
+        """Run one step, then pause."""
+
+    def stop(self) -> None:
+        """End the run at the next step boundary."""
+
+    def reset(self) -> None:
+        """Give the model its first weights again."""
+
+
+NUMBERS = (
+    "step", "scale", "step_s", "steps_per_s", "samples_per_s", "loss", "skipped_steps",
+    "allocated_bytes", "peak_bytes", "overall_peak_bytes",
+)  # fmt: skip
+"""The fields of a `DashboardState` that change with every step."""
+
+
+def same_state(one: DashboardState, other: DashboardState) -> bool:
+    """Whether both show the same; unlike ``==``, NaN is the same as NaN."""
+    return one is other or all(_same(getattr(one, name), getattr(other, name)) for name in _FIELDS)
+
+
+def only_numbers_differ(one: DashboardState, other: DashboardState) -> bool:
+    """Whether the two differ in nothing but `NUMBERS`."""
+    return all(_same(getattr(one, name), getattr(other, name)) for name in _FIELDS if name not in NUMBERS)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(DashboardState))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    return bool(one == other)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

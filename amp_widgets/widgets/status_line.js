@@ -1,0 +1,58 @@
+export default {
+  render({ model, el }) {
+    el.classList.add("ampw");
+    const word = h("span", { class: "ampw-word", role: "status" });
+    const numbers = h("div", { class: "ampw-numbers" });
+    const machine = h("span", { class: "ampw-machine" });
+    const inForce = h("span", {});
+    const waiting = h("span", { class: "ampw-chip", role: "status" });
+    const rejection = h("p", { class: "ampw-rejection", role: "alert" });
+    const error = h("pre", { class: "ampw-error", role: "alert", tabindex: "0", "aria-label": "Error" });
+    const notes = h("ul", { class: "ampw-notes" });
+    const cells = [];
+    el.append(h("section", { class: "ampw-status", "aria-label": "Status" },
+      h("div", { class: "ampw-top" }, word, numbers),
+      h("div", { class: "ampw-line" }, h("span", { class: "ampw-dim" }, "In force"), inForce, waiting, machine),
+      rejection, error, notes));
+
+    const draw = () => {
+      setText(word, model.get("word"));
+      word.dataset.tone = model.get("tone");
+      for (const [i, [label, value, small, title]] of model.get("numbers").entries()) {
+        if (!cells[i]) {
+          cells[i] = { label: h("span", { class: "ampw-label" }), value: h("span", { class: "ampw-value" }), small: h("span", { class: "ampw-label" }) };
+          cells[i].box = h("div", {}, cells[i].label, cells[i].value, cells[i].small);
+          numbers.append(cells[i].box);
+        }
+        cells[i].box.title = title ?? "";
+        setText(cells[i].label, label);
+        setText(cells[i].value, value);
+        setText(cells[i].small, small);
+        cells[i].small.hidden = false; // keeps its line, so that nothing moves when it comes
+      }
+      setText(machine, model.get("machine"));
+      setText(inForce, model.get("in_force"));
+      const waits = model.get("waiting");
+      setText(waiting, waits && `waiting for the next step: ${waits}`);
+      const reason = model.get("rejection");
+      setText(rejection, reason && `Rejected: ${reason}`);
+      setText(error, model.get("error"));
+      const sentences = model.get("notes");
+      if (JSON.stringify(sentences) !== notes.dataset.drawn) {
+        notes.dataset.drawn = JSON.stringify(sentences);
+        notes.replaceChildren(...sentences.map((sentence) => h("li", {}, sentence)));
+        notes.hidden = sentences.length === 0;
+      }
+    };
+    model.on("change", draw);
+    draw();
+
+    const view = uid(); // Python redraws only while somebody looks
+    model.send({ view, open: true });
+    const letGoOfKeys = keepKeys(el); // a long error is scrolled with the arrows
+    return () => {
+      letGoOfKeys();
+      model.send({ view, open: false });
+    };
+  },
+};

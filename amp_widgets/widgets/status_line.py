@@ -1,0 +1,110 @@
+"""How the session stands, at one glance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import traitlets
+
+from amp_widgets.core.settings import describe_changes, format_scale
+from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.state import DashboardState, RunState
+from amp_widgets.widgets.text import UNKNOWN, bytes_text, loss_text, rate_text, seconds_text
+
+
+class StatusLine(Control):
+    """State, step, speed, memory, what is in force and what waits, why a request was rejected, and the end of an error.
+
+    It asks for nothing. Everything is sent as text, and the page makes text of it.
+
+    Parameters
+    ----------
+    watched
+        Called with the number of views in pages each time one opens or closes. A page that went away without saying so still
+        counts.
+    state
+        What to show first.
+    """
+
+    _esm = page_script("status_line")
+
+    word = traitlets.Unicode(help="The state in a word.").tag(sync=True)
+    tone = traitlets.Unicode(help="Colour of the word: active, waiting, idle, done or bad.").tag(sync=True)
+    numbers: traitlets.List[Any] = traitlets.List(help="Of each: label, value, and small print.").tag(sync=True)
+    machine = traitlets.Unicode().tag(sync=True)
+    in_force = traitlets.Unicode().tag(sync=True)
+    waiting = traitlets.Unicode().tag(sync=True)
+    rejection = traitlets.Unicode().tag(sync=True)
+    error = traitlets.Unicode().tag(sync=True)
+    notes: traitlets.List[Any] = traitlets.List().tag(sync=True)
+
+    def __init__(self, watched: Callable[[int], None], state: DashboardState | None = None) -> None:
+        self._views: set[str] = set()
+        super().__init__(watched, state)
+
+    def show_closed(self) -> None:
+        """Show that the session is closed."""
+        self._put({"word": "closed", "tone": "idle", "waiting": "", "locked": True})
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        word, tone = _WORDS[state.run]
+        if state.run == "none" and state.step == 0:
+            word, tone = "attached", "idle"
+        return {
+            "word": word,
+            "tone": tone,
+            "numbers": _numbers(state),
+            "machine": " · ".join(filter(None, (state.device, f"torch {state.torch_version}" if state.torch_version else ""))),
+            "in_force": in_force_text(state),
+            "waiting": describe_changes(state.waiting),
+            "rejection": state.last_rejection or "",
+            "error": state.error or "",
+            "notes": list(state.notes),
+        }
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        view = str(message.get("view", ""))
+        if message.get("open"):
+            self._views.add(view)
+        else:
+            self._views.discard(view)
+        self._request(len(self._views))
+
+
+def in_force_text(state: DashboardState) -> str:
+    """What is in force, in one line: ``fp16 · loss scale 2^14 · 4 layers checkpointed``."""
+    settings = state.settings
+    if settings.scales_loss:
+        scale = "loss scaled" if state.scale is None else f"loss scale {format_scale(state.scale)}"
+    else:
+        scale = "loss not scaled"
+    count = len(settings.checkpointed)
+    layers = "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
+    return f"{settings.autocast} · {scale} · {layers}"
+
+
+_WORDS: Mapping[RunState, tuple[str, str]] = {
+    "none": ("your loop", "active"),
+    "ready": ("ready", "idle"),
+    "running": ("running", "active"),
+    "paused": ("paused", "waiting"),
+    "stopped": ("stopped", "idle"),
+    "finished": ("finished", "done"),
+    "failed": ("failed", "bad"),
+}
+
+
+def _numbers(state: DashboardState) -> list[list[str]]:
+    known = state.step > 0
+    rates = [f"{rate_text(state.steps_per_s)} steps/s"]
+    if rate_text(state.samples_per_s) != UNKNOWN:
+        rates.append(f"{rate_text(state.samples_per_s)} samples/s")
+    after, highest = bytes_text(state.allocated_bytes), bytes_text(state.overall_peak_bytes)
+    memory = "" if bytes_text(state.peak_bytes) == UNKNOWN else f"{after} after the step · highest {highest}"
+    return [
+        ["Step", f"{state.step:,}", f"{state.skipped_steps:,} skipped" if known else ""],
+        ["Loss", loss_text(state.loss) if known else UNKNOWN, ""],
+        ["Step time", seconds_text(state.step_s), " · ".join(rates) if rate_text(state.steps_per_s) != UNKNOWN else ""],
+        ["Peak memory", bytes_text(state.peak_bytes), memory, state.memory_source],
+    ]

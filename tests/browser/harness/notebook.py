@@ -1,0 +1,222 @@
+"""A notebook open in JupyterLab in a browser: run its cells, look at its page, ask its kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from playwright.sync_api import ConsoleMessage, Locator, Page
+
+from harness.kernel import Kernel
+from harness.server import REPOSITORY, Lab
+
+SCREENSHOTS = REPOSITORY / "artifacts" / "screenshots"
+
+# Errors in the browser's console that are not ours, each with the reason. Everything else fails the test.
+NOT_OURS: tuple[tuple[str, str], ...] = ()
+
+PANEL = "const app = window.jupyterapp; const panel = app.shell.currentWidget; const notebook = panel.content;"
+
+
+class CellError(AssertionError):
+    """A cell ended with an exception; the message is its traceback."""
+
+
+class Notebook:
+    """A page with one notebook.
+
+    Attributes
+    ----------
+    page
+        Playwright's page, for locators and the keyboard.
+    errors
+        What the page wrote to the console as an error, and exceptions nobody caught. Checked when the test ends.
+    """
+
+    def __init__(self, lab: Lab, page: Page, name: str) -> None:
+        self.lab = lab
+        self.page = page
+        self.name = name
+        self.errors: list[str] = []
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self._on_error(f"uncaught: {error}"))
+
+    # --- the page ---
+
+    def open(self, timeout_s: float = 60) -> None:
+        """Load the page and wait for the cells and the kernel."""
+        self.page.goto(self.lab.url(self.name))
+        self.wait_ready(timeout_s)
+
+    def wait_ready(self, timeout_s: float = 60, *, kernel: bool = True) -> None:
+        """Wait until the cells are there and, if wanted, the kernel has answered (a busy one may not)."""
+        self.page.wait_for_function(
+            """needsKernel => { const panel = window.jupyterapp?.shell.currentWidget;
+                const kernel = panel?.sessionContext?.session?.kernel;
+                return !!panel?.content?.widgets?.length && panel.context.isReady
+                    && (!needsKernel || kernel?.connectionStatus === 'connected'); }""",
+            arg=kernel,
+            timeout=timeout_s * 1000,
+        )
+
+    def reload(self, *, kernel: bool = True, save: bool = True, timeout_s: float = 60) -> None:
+        """Reload the page as a user would; without `save`, outputs since the last save are lost."""
+        if save:
+            self.save()
+        self.page.reload()
+        self.wait_ready(timeout_s, kernel=kernel)
+
+    def save(self) -> None:
+        """Save the notebook with its outputs."""
+        self._do("await panel.context.save();")
+
+    def set_theme(self, theme: Literal["light", "dark"]) -> None:
+        """Switch JupyterLab's theme and wait until it is drawn."""
+        self._do("await app.commands.execute('apputils:change-theme', {theme: arg});", f"JupyterLab {theme.capitalize()}")
+        self.page.wait_for_function(
+            "light => document.body.dataset.jpThemeLight === light", arg="true" if theme == "light" else "false"
+        )
+
+    def screenshot(self, name: str, of: Locator | None = None) -> Path:
+        """Keep a picture of the page, or of one element, under ``artifacts/screenshots``; its path."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', name)}.png"
+        if of is None:
+            self.page.screenshot(path=path)
+        else:
+            of.screenshot(path=path)
+        return path
+
+    def scrolls_sideways(self, index: int) -> bool:
+        """Whether a cell's output is wider than the room it has."""
+        return bool(
+            self.output(index).evaluate(
+                """area => [area, ...area.querySelectorAll('.jp-OutputArea-output, .jp-OutputArea-child')]
+                    .some(node => node.scrollWidth > node.clientWidth + 1)"""
+            )
+        )
+
+    # --- cells ---
+
+    def run(self, index: int) -> None:
+        """Start a cell and return at once."""
+        self._do(
+            """notebook.deselectAll(); notebook.activeCellIndex = arg; notebook.mode = 'command';
+            const state = {done: false};
+            (window.harnessRuns ??= {})[arg] = state;
+            app.commands.execute('notebook:run-cell').finally(() => { state.done = true; });""",
+            index,
+        )
+
+    def run_and_wait(self, index: int, timeout_s: float = 60) -> None:
+        """Run a cell to its end.
+
+        Raises
+        ------
+        CellError
+            When the cell ends with an exception.
+        """
+        self.run(index)
+        self.wait_cell(index, timeout_s)
+
+    def wait_cell(self, index: int, timeout_s: float = 60) -> None:
+        """Wait for the end of a cell started with `run`.
+
+        Raises
+        ------
+        CellError
+            When the cell ended with an exception.
+        """
+        self.wait_until(lambda: not self.is_running(index), timeout_s, f"cell {index} still runs")
+        for output in self.outputs(index):
+            if output["output_type"] == "error":
+                raise CellError(_without_colours("\n".join(output["traceback"])))
+
+    def is_running(self, index: int) -> bool:
+        """Whether a cell runs or is queued."""
+        return bool(
+            self._do(
+                """const state = window.harnessRuns?.[arg];
+                return state ? !state.done : notebook.widgets[arg].model.executionState !== 'idle';""",
+                index,
+            )
+        )
+
+    def outputs(self, index: int) -> list[dict[str, Any]]:
+        """A cell's outputs as in the notebook format."""
+        outputs: list[dict[str, Any]] = self._do("return notebook.widgets[arg].model.outputs.toJSON();", index)
+        return outputs
+
+    def text(self, index: int) -> str:
+        """What a cell printed, and the plain text of what it displayed."""
+        parts = []
+        for output in self.outputs(index):
+            value = output.get("text") or output.get("data", {}).get("text/plain") or output.get("evalue", "")
+            parts.append(value if isinstance(value, str) else "".join(value))
+        return "".join(parts)
+
+    def output(self, index: int) -> Locator:
+        """The output area of a cell in the page."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-Cell-outputArea")
+
+    def set_cell(self, index: int, source: str) -> None:
+        """Replace the code of a cell."""
+        self._do("notebook.widgets[arg[0]].model.sharedModel.setSource(arg[1]);", [index, source])
+
+    def cell_sources(self) -> list[str]:
+        """The text of every cell, code and markdown."""
+        sources: list[str] = self._do("return notebook.widgets.map(cell => cell.model.sharedModel.getSource());")
+        return sources
+
+    # --- the kernel ---
+
+    @property
+    def kernel(self) -> Kernel:
+        """The Python side, which answers also while a cell runs."""
+        kernel_id: str = self._do("return panel.sessionContext.session.kernel.id;")
+        return Kernel(self.lab.home / "runtime", kernel_id)
+
+    def interrupt(self) -> None:
+        """JupyterLab's stop button."""
+        self._do("await app.commands.execute('notebook:interrupt-kernel');")
+
+    def restart(self) -> None:
+        """Restart the kernel and wait until it answers."""
+        self.kernel.forget()
+        self._do("await panel.sessionContext.session.kernel.restart();")
+        self.wait_ready()
+
+    # --- waiting ---
+
+    def wait_until(self, check: Callable[[], object], timeout_s: float = 10, what: str = "it did not come true") -> None:
+        """Wait until `check` gives something true.
+
+        Raises
+        ------
+        AssertionError
+            With `what`, when that has not happened in time.
+        """
+        end = time.monotonic() + timeout_s
+        while not check():
+            if time.monotonic() > end:
+                raise AssertionError(f"after {timeout_s:g} s: {what}")
+            self.page.wait_for_timeout(100)  # lets the page's events through, unlike a sleep
+
+    def _do(self, body: str, arg: object = None) -> Any:
+        """Run JavaScript that sees app, panel, notebook and arg."""
+        return self.page.evaluate(f"async arg => {{ {PANEL} {body} }}", arg)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self._on_error(f"{message.text} ({message.location.get('url', '')})")
+
+    def _on_error(self, text: str) -> None:
+        if not any(re.search(pattern, text) for pattern, _ in NOT_OURS):
+            self.errors.append(text[:1000])
+
+
+def _without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -1,0 +1,79 @@
+"""What holds for every test: markers by directory, time limits, and nothing left behind in torch.
+
+Loaded for tests/gpu too, which runs where only torch, numpy and pytest are installed: nothing else is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, for child processes too: threads that wait for each other on a busy machine slow tiny models tenfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+HERE = Path(__file__).parent
+MARKERS = {"browser": pytest.mark.browser, "notebooks": pytest.mark.notebook, "gpu": pytest.mark.gpu}
+TIMEOUTS_S = {"browser": 180, "notebooks": 180, "gpu": 120}
+DEFAULT_TIMEOUT_S = 90
+
+try:
+    import hypothesis
+except ImportError:
+    pass
+else:  # a busy machine is no bug, and a failure elsewhere must be repeatable here
+    hypothesis.settings.register_profile("amp_widgets", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("amp_widgets")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limits_time = config.pluginmanager.hasplugin("timeout")
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        directory = item.path.relative_to(HERE).parts[0]
+        if directory in MARKERS:
+            item.add_marker(MARKERS[directory])
+        if limits_time and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUTS_S.get(directory, DEFAULT_TIMEOUT_S)))
+
+
+@pytest.fixture(autouse=True)
+def torch_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a patch, a global hook or a mode behind in torch: it would change the tests after it."""
+    before = _torch_state()
+    yield
+    if before is None:  # torch came in with this very test
+        return
+    after = _torch_state()
+    left = [name for name, value in before.items() if after is None or after[name] != value]
+    assert not left, f"{request.node.nodeid} left these changed in torch: {', '.join(left)}"
+
+
+def _torch_state() -> dict[str, object] | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "amp"):
+        return None
+    scaler = torch.amp.GradScaler
+    module = torch.nn.modules.module
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "dispatch modes on the stack": torch._C._len_torch_dispatch_stack(),
+        "function modes on the stack": torch._C._len_torch_function_stack(),
+        "autocast.__enter__": torch.amp.autocast_mode.autocast.__enter__,
+        "torch.autograd.backward": torch.autograd.backward,
+        "GradScaler's methods": (scaler.scale, scaler.unscale_, scaler.step, scaler.update, scaler.load_state_dict),
+        "Module.__call__": torch.nn.Module.__call__,
+        "global forward hooks": len(module._global_forward_hooks) + len(module._global_forward_pre_hooks),
+        "global backward hooks": len(module._global_backward_hooks) + len(module._global_backward_pre_hooks),
+    }
+
+
+@pytest.fixture(scope="session")
+def in_ci() -> bool:
+    """Whether a test that cannot run here must fail rather than be skipped (CI=true)."""
+    return os.environ.get("CI", "").lower() in ("1", "true")

@@ -1,0 +1,146 @@
+"""``%amp``: what each line does, and how a wrong line is answered. The shell is a real one, without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from torch import nn
+
+from amp_widgets.errors import DemoError, LayerError, MagicError, SettingsError
+from amp_widgets.magics import parse_settings
+from amp_widgets.session import AmpSession, newest_session
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = InteractiveShell.instance()
+    made.reset(new_session=False)
+    made.run_line_magic("load_ext", "amp_widgets")
+    yield made
+    made.run_line_magic("unload_ext", "amp_widgets")
+    InteractiveShell.clear_instance()
+
+
+def put_model(shell: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    shell.push({"net": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)})
+    return model
+
+
+def test_parse_settings() -> None:
+    words = (
+        "autocast=fp16 scaling=off init_scale=2**16 growth_factor=1.5 growth_interval=100 min_scale=none max_scale=2^20 "
+        "checkpointed=layers.*,head"
+    )
+    assert parse_settings(words.split()) == {
+        "autocast": "fp16",
+        "scaling": False,
+        "init_scale": 65536.0,
+        "growth_factor": 1.5,
+        "growth_interval": 100,
+        "min_scale": None,
+        "max_scale": 2.0**20,
+        "checkpointed": ("layers.*", "head"),
+    }
+    assert parse_settings(["checkpointed=none"]) == {"checkpointed": ()}
+    assert parse_settings(["init_scale=2**-3"]) == {"init_scale": 0.125}
+
+
+@pytest.mark.parametrize("line", ["fp16", "=3", "init_scale=__import__('os')", "init_scale=2**99999999", ""])
+def test_lines_that_cannot_be_read(line: str) -> None:
+    with pytest.raises(MagicError, match="expected"):
+        parse_settings(line.split())
+
+
+def test_status_and_help(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_line_magic("amp", "")
+    said = capsys.readouterr().out
+    assert "%amp demo digits" in said
+    assert "There is no session yet." in said
+
+
+def test_a_session_on_the_users_model(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = put_model(shell)
+    shell.run_line_magic("amp", "net optim")
+    session = shell.user_ns["session"]
+    assert isinstance(session, AmpSession)
+    assert session._model is model
+    assert "session is the AmpSession" in capsys.readouterr().out
+    shell.run_line_magic("amp", "set autocast=bf16 checkpointed=0,2")
+    assert "requested: autocast bf16, 2 layers checkpointed" in capsys.readouterr().out
+    assert session.pending is not None
+    assert session.pending.source == "magic"
+    assert session.pending.changes == {"autocast": "bf16", "checkpointed": ("0", "2")}
+    shell.run_line_magic("amp", "")
+    assert "waiting:  autocast bf16" in capsys.readouterr().out
+    shell.run_line_magic("amp", "close")
+    assert session.closed
+
+
+def test_the_same_line_again_closes_the_former_session(shell: Any) -> None:
+    put_model(shell)
+    shell.run_line_magic("amp", "net optim")
+    first = shell.user_ns["session"]
+    shell.run_line_magic("amp", "net")
+    assert first.closed
+    assert shell.user_ns["session"] is newest_session() is not first
+
+
+def test_a_variable_of_the_user_is_not_overwritten(shell: Any) -> None:
+    put_model(shell)
+    shell.push({"session": "mine"})
+    shell.run_line_magic("amp", "net optim")
+    assert shell.user_ns["session"] == "mine"
+    assert isinstance(shell.user_ns["amp_session"], AmpSession)
+
+
+def test_a_demo(shell: Any) -> None:
+    shell.run_line_magic("amp", "demo digits")
+    assert shell.user_ns["session"].run_state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "said"),
+    [
+        ("demo mnist", DemoError, "expected one of"),
+        ("demo digits text", MagicError, "got 2 names"),
+        ("nothing_here", MagicError, "expected 'demo', 'set', 'close', or the name of a model"),
+        ("net.absent", MagicError, "no attribute 'absent'"),
+        ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
+        ("net optim more", MagicError, "expected one of these"),
+        ("close", MagicError, "no open session"),
+        ("set autocast=fp16", MagicError, "there is no session yet"),
+    ],
+)
+def test_lines_that_cannot_be_done(shell: Any, line: str, kind: type[Exception], said: str) -> None:
+    put_model(shell)
+    with pytest.raises(kind) as caught:
+        shell.run_line_magic("amp", line)
+    assert said in str(caught.value)
+
+
+def test_settings_that_cannot_be(shell: Any) -> None:
+    put_model(shell)
+    shell.run_line_magic("amp", "net optim")
+    with pytest.raises(SettingsError, match="expected one of 'fp32'"):
+        shell.run_line_magic("amp", "set autocast=fp8")
+    with pytest.raises(LayerError, match="no layer matches"):
+        shell.run_line_magic("amp", "set checkpointed=layer.*")
+
+
+def test_unloading_takes_the_magic_away_and_closes() -> None:
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "amp_widgets")
+    put_model(shell)
+    shell.run_line_magic("amp", "net optim")
+    session = shell.user_ns["session"]
+    shell.run_line_magic("unload_ext", "amp_widgets")
+    assert session.closed
+    with pytest.raises(UsageError, match="amp"):
+        shell.run_line_magic("amp", "")
+    InteractiveShell.clear_instance()
