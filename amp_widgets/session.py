@@ -77,6 +77,7 @@ class AmpSession(LiveLoop):
         )
         self._model_type = type(model).__name__
         self._runner: Runner | None = None
+        self._in_cell = False
         self._uninstall_interrupt: Callable[[], None] | None = None
         self._pump: kernel.CommPump | None = None
         global _newest
@@ -108,6 +109,7 @@ class AmpSession(LiveLoop):
                 f"steps: got an iterator, which is used up after one epoch, and epochs={epochs}; pass a DataLoader or a list"
             )
         self.abandon_step()  # what an interrupted loop may have left open
+        self._in_cell = True
         length = len(batches) * epochs if isinstance(batches, Sized) else None
         try:
             with tqdm(total=length, unit="step") as bar:
@@ -116,6 +118,7 @@ class AmpSession(LiveLoop):
                         yield batch
                         bar.update()
         finally:
+            self._in_cell = False
             self.abandon_step()
 
     @property
@@ -170,6 +173,7 @@ class AmpSession(LiveLoop):
     def start(self) -> None:
         """Start the run that `fit` prepared, or resume it when paused; from the present weights."""
         runner = self._prepared("start")
+        self._refuse_beside_a_cell("start")
         if self._uninstall_interrupt is None:
             # an idle kernel ignores the stop button: while a run is alive, the button means the run
             self._uninstall_interrupt = kernel.on_interrupt(runner.stop)
@@ -185,7 +189,9 @@ class AmpSession(LiveLoop):
 
     def single_step(self) -> None:
         """Train one step, then pause."""
-        self._prepared("single_step").single_step()
+        runner = self._prepared("single_step")
+        self._refuse_beside_a_cell("single_step")
+        runner.single_step()
 
     def stop(self) -> None:
         """Stop the run at the next boundary."""
@@ -281,6 +287,12 @@ class AmpSession(LiveLoop):
             raise RunError(f"{verb}: there is no background run; prepare one with session.fit(dataloader, loss_fn)")
         return self._runner
 
+    def _refuse_beside_a_cell(self, verb: str) -> None:
+        # Two loops would train one model at once. An interrupted loop cannot be told from a running one, hence the clock.
+        recent = self._in_cell and self.seconds_since_boundary < _CELL_STEP_S
+        if recent or (self.at_boundary and self.run_state not in ("running", "paused")):
+            raise RunError(f"{verb}: your own loop is training this model in a cell; wait for its end or interrupt it first")
+
     def _release_interrupt(self) -> None:
         uninstall, self._uninstall_interrupt = self._uninstall_interrupt, None
         if uninstall is not None:
@@ -304,6 +316,8 @@ class AmpSession(LiveLoop):
             notes.append(self._pump.why_not)
         return tuple(notes)
 
+
+_CELL_STEP_S = 3.0
 
 _newest: weakref.ref[AmpSession] | None = None
 

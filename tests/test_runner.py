@@ -89,13 +89,7 @@ def test_a_run_equals_the_loop_in_a_cell() -> None:
     assert background.session.run_state == "finished"
 
     cell = Case(batches)
-    for inputs, targets in cell.session.steps(batches, epochs=2):
-        cell.optimizer.zero_grad()
-        with cell.session.autocast():
-            loss = nn.functional.cross_entropy(cell.model(inputs), targets)
-        cell.session.scaler.scale(loss).backward()
-        cell.session.scaler.step(cell.optimizer)
-        cell.session.scaler.update()
+    train_in_cell(cell, batches, epochs=2)
     one, two = (c.session.history.columns("step", "loss") for c in (background, cell))
     assert one["step"].tolist() == two["step"].tolist() == list(range(14))
     assert one["loss"].tolist() == two["loss"].tolist()
@@ -301,3 +295,32 @@ def test_without_an_optimizer_there_is_no_fit() -> None:
     with pytest.raises(RunError, match="no optimizer"):
         session.fit([], nn.functional.cross_entropy)
     session.close()
+
+
+def test_start_beside_a_loop_in_a_cell_is_refused() -> None:
+    case = Case(batches_of(2))
+    refused = []
+
+    def press_start() -> None:  # as the pump does, at a boundary
+        try:
+            case.session.start()
+        except RunError as error:
+            refused.append(str(error))
+
+    case.session.on_boundary.append(press_start)
+    train_in_cell(case, batches_of(1))
+    assert refused == ["start: your own loop is training this model in a cell; wait for its end or interrupt it first"]
+    case.session.on_boundary.clear()
+    case.session.start()
+    assert case.session.wait(PATIENCE_S)
+    case.session.close()
+
+
+def train_in_cell(case: Case, batches: list[tuple[torch.Tensor, torch.Tensor]], epochs: int = 1) -> None:
+    for inputs, targets in case.session.steps(batches, epochs=epochs):
+        case.optimizer.zero_grad()
+        with case.session.autocast():
+            loss = nn.functional.cross_entropy(case.model(inputs), targets)
+        case.session.scaler.scale(loss).backward()
+        case.session.scaler.step(case.optimizer)
+        case.session.scaler.update()

@@ -53,9 +53,14 @@ class Run {
       if (head.type === "whole") view.refreshDetail();
       view.schedule();
     }
-    clearTimeout(this.unseen);
-    // A page in the background draws nothing, but it is there.
-    this.unseen = setTimeout(() => this.views.size && this.answer(this.sequence), UNSEEN_ANSWER_MS);
+    this.unseen ??= setTimeout(() => this.answerUnseen(), UNSEEN_ANSWER_MS);
+  }
+
+  // A chart that is out of sight is not drawn, but its page is there.
+  answerUnseen() {
+    this.unseen = undefined;
+    const drawing = document.visibilityState === "visible" && [...this.views].some((view) => view.seen);
+    if (this.views.size && !drawing) this.answer(this.sequence);
   }
 
   take(head, data) {
@@ -215,6 +220,7 @@ class View {
     try {
       const { traces, layout } = this.picture(width);
       await this.plotly.react(this.plot, traces, layout, CONFIG);
+      if (this.ended.signal.aborted) return;
       this.plot.style.minHeight = "";
       if (!this.draws) this.plot.on("plotly_relayout", (change) => this.moved(change));
       this.draws += 1;
@@ -388,7 +394,7 @@ class View {
   }
 
   requestDetail() {
-    if (this.follow) return;
+    if (this.follow || this.plot._fullLayout.xaxis.autorange) return;
     const [first, last] = this.shownSteps();
     this.requests += 1;
     if (first >= this.run.exactFrom) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 import threading
 import time
@@ -13,65 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_widgets.core.autocast import LiveAutocast, Support, autocast_support
 from amp_widgets.core.checkpointing import Checkpointing, Layer
-from amp_widgets.core.history import COLUMNS, DEFAULT_CAPACITY, Event, History
-from amp_widgets.core.memory import MemoryMeter, MemoryReading, meter_for
+from amp_widgets.core.history import DEFAULT_CAPACITY, History
+from amp_widgets.core.hooks import Hooks
+from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
+from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.readback import Readback
+from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep
-from amp_widgets.core.settings import AutocastName, Settings, describe_changes, format_scale
+from amp_widgets.core.settings import AutocastName, Settings, describe_changes
 from amp_widgets.errors import ModelError, SessionClosedError, SettingsError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """Changes that wait for the next step boundary.
-
-    Parameters
-    ----------
-    changes
-        Setting → value, validated; layer names instead of globs.
-    source
-        Who asked: ``"script"``, ``"widget"``, ``"magic"``, ...
-    """
-
-    changes: Mapping[str, Any]
-    source: str = "script"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoopStatus:
-    """How a loop stands, without waiting for the device. Sizes in bytes, times in seconds; NaN where not measured.
-
-    Parameters
-    ----------
-    step
-        Steps completed.
-    step_s
-        Median duration of the recent steps, from the step's begin to its boundary.
-    steps_per_s
-        Of the recent steps, everything between them included (data loading, validation).
-    scale
-        The live loss scale; None while the loss is not scaled.
-    allocated_bytes, peak_bytes
-        Of the newest measured step.
-    overall_peak_bytes
-        The highest peak of all measured steps.
-    """
-
-    step: int
-    loss: float
-    step_s: float
-    steps_per_s: float
-    skipped_steps: int
-    scale: float | None
-    allocated_bytes: float
-    peak_bytes: float
-    overall_peak_bytes: float
-    last_rejection: str | None
 
 
 class LiveLoop:
@@ -128,38 +79,35 @@ class LiveLoop:
         self.device = devices[0]
         self.memory_every = memory_every
         self.on_boundary: list[Callable[[], None]] = []
+        """Called after every step, on the training thread."""
+        self.at_boundary = False
+        """Whether they are being called."""
         self._model: nn.Module | None = model
         self._optimizers = tuple(optimizers)
         self._module_ids = {id(module) for module in model.modules()}
         self._clock = clock
-        self._started_s = clock()
         self._lock = threading.RLock()
 
         self._settings = Settings()
-        self._queue: collections.deque[Request] = collections.deque()
         self._checkpointing = Checkpointing(model)
         self._layers = self._checkpointing.layers
         self._support = autocast_support(self.device)
+        self._queue = RequestQueue(self.device, self._support, self._checkpointing)
         self._scaler = LiveScaler(self.device.type, self._settings)
         self._scaler.listen(self)
         self._meter: MemoryMeter = meter_for(model, self._optimizers, reset_peak=reset_peak)
-        self._devices = devices
-        extra = [f"{name}[{device}]" for device in devices for name in _MEMORY_COLUMNS] if len(devices) > 1 else []
-        self._history = History(capacity=history_capacity, extra_columns=extra)
+        self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
 
-        self._outbox: collections.deque[_Row | Event] = collections.deque()
-        self._totals = _Totals()
         self._step = 0
+        self._ended_s = -math.inf
         self._open: _OpenStep | None = None
         self._owner: int | None = None
         self._closed = False
         self._stepped: set[int] = set()
         self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
 
-        on_forward, on_optimizer_step = _weak_hooks(self)
-        self._forward_hook = _ForwardHook(on_forward)
-        optimizer_handle = register_optimizer_step_post_hook(on_optimizer_step)
-        self._finalizer = weakref.finalize(self, _let_go, optimizer_handle, self._forward_hook, self._checkpointing, self._meter)
+        self._hooks = Hooks(self)
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
         self._finalizer.atexit = False
         self._arm()
         _attached[model] = weakref.ref(self)
@@ -191,12 +139,7 @@ class LiveLoop:
     def pending(self) -> Request | None:
         """What waits for the next boundary, all requests taken together, or None."""
         with self._lock:
-            if not self._queue:
-                return None
-            merged: dict[str, Any] = {}
-            for request in self._queue:
-                merged.update(request.changes)
-            return Request(changes=merged, source=self._queue[-1].source)
+            return self._queue.merged()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -238,12 +181,10 @@ class LiveLoop:
                     "request: this session was closed, and no longer controls the model; make a new AmpSession"
                 )
             try:
-                request = Request(changes=self._validated(changes), source=source)
+                return self._queue.add(changes, source, self._settings)
             except SettingsError as error:
                 self._reject(str(error), changes, source)
                 raise
-            self._queue.append(request)
-            return request
 
     def apply_pending(self) -> None:
         """Apply what waits, if no step is in progress; for the thread that trains."""
@@ -254,40 +195,27 @@ class LiveLoop:
         """Set the live scale to the initial scale in force, between steps; for a run that starts over."""
         with self._lock:
             self._scaler.configure(self._settings, set_scale=True)
-            self._totals.scale = None
+            self._journal.scale_was_set()
 
     # ---- what was recorded ------------------------------------------------------------------------------------------
 
     @property
     def history(self) -> History:
         """Every step so far; waits until the device has delivered the newest values."""
-        self._drain(wait=True)
-        return self._history
+        return self._journal.history(wait=True)
 
     @property
     def history_so_far(self) -> History:
         """Every step whose values have arrived; never waits."""
-        self._drain(wait=False)
-        return self._history
+        return self._journal.history(wait=False)
 
     def status(self) -> LoopStatus:
         """How the loop stands; never waits for the device."""
-        self._drain(wait=False)
-        with self._lock:
-            totals = self._totals
-            scale = totals.scale if totals.scale is not None else self._settings.init_scale
-            return LoopStatus(
-                step=self._step,
-                loss=totals.loss,
-                step_s=_median(totals.durations_s),
-                steps_per_s=_rate(totals.boundaries_s),
-                skipped_steps=totals.skipped_steps,
-                scale=scale if self._settings.scales_loss else None,
-                allocated_bytes=totals.allocated_bytes,
-                peak_bytes=totals.peak_bytes,
-                overall_peak_bytes=totals.overall_peak_bytes,
-                last_rejection=totals.last_rejection,
-            )
+        return self._journal.status(
+            step=self._step,
+            scale=self._settings.init_scale if self._settings.scales_loss else None,
+            overall_peak_bytes=self._meter.overall_peak_bytes,
+        )
 
     @property
     def memory_source(self) -> str:
@@ -303,8 +231,7 @@ class LiveLoop:
 
     def record_event(self, kind: str, reason: str, **detail: Any) -> None:
         """Add an event at the present step."""
-        with self._lock:
-            self._put_event(kind, reason, {name: _plain(value) for name, value in detail.items()})
+        self._journal.put_event(self._step, kind, reason, detail)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -312,6 +239,11 @@ class LiveLoop:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def seconds_since_boundary(self) -> float:
+        """Since the last step ended; inf before the first."""
+        return self._clock() - self._ended_s
 
     @property
     def step_in_progress(self) -> bool:
@@ -324,7 +256,7 @@ class LiveLoop:
         if thread_ident is None:
             self._arm()
         else:
-            self._forward_hook.disarm()
+            self._hooks.disarm_forward()
 
     def begin_step(self) -> None:
         """Begin a step now, unless one is in progress; for loops that know where theirs begin."""
@@ -345,11 +277,11 @@ class LiveLoop:
         if self._closed:
             return
         self.abandon_step()
-        self._drain(wait=True)
+        self._journal.write(wait=True)
         with self._lock:
             self._closed = True
             self._queue.clear()
-            self._forward_hook.disarm()
+            self._hooks.disarm_forward()
             self._layers = self._checkpointing.layers
             self._finalizer()
             self._scaler.release()
@@ -399,18 +331,16 @@ class LiveLoop:
         with self._lock:
             new = self._settings.replace(**{name: getattr(settings, name) for name in changes})
             self._settings = new
-            self._put_event(
-                "applied", describe_changes(changes), {**{k: _plain(v) for k, v in changes.items()}, "source": "scaler"}
-            )
+            self.record_event("applied", describe_changes(changes), **changes, source="scaler")
 
     def parameter_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
         names = {} if self._model is None else {id(p): name for name, p in self._model.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters)]
 
-    # ---- told by torch's global hooks -------------------------------------------------------------------------------
+    # ---- told by torch's hooks (HookListener) -------------------------------------------------------------------------------
 
-    def _forward(self, module: nn.Module) -> None:
+    def forward_begins(self, module: nn.Module) -> None:
         if id(module) not in self._module_ids:
             inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)  # compiled, DDP, DataParallel
             if inner is None or id(inner) not in self._module_ids:
@@ -422,9 +352,9 @@ class LiveLoop:
         self._begin()
         if self._open is not None and self._owner_is_here():
             self._open.trained = True
-            self._forward_hook.disarm()
+            self._hooks.disarm_forward()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_ours(optimizer) or not self._owner_is_here() or (self._open is not None and self._open.scaler_used):
             return
         again = id(optimizer) in self._stepped
@@ -439,27 +369,27 @@ class LiveLoop:
             return
         self._apply_queue()
         if not by_autocast:
-            self._forward_hook.disarm()
+            self._hooks.disarm_forward()
         measured = self.memory_every > 0 and self._step % self.memory_every == 0
         if measured:
             self._meter.begin()
         self._open = _OpenStep(
-            by_autocast=by_autocast, measured=measured, begun_s=self._clock(), timer=_DeviceTimer.start(self.device)
+            by_autocast=by_autocast, measured=measured, begun_s=self._clock(), timer=DeviceTimer.start(self.device)
         )
 
     def _end(self, scaled: ScaledStep) -> None:
         if self._closed or not self._owner_is_here():
             return
         opened, self._open = self._open, None
-        now_s = self._clock()
+        now_s = self._ended_s = self._clock()
         self._stepped.clear()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
         reading = self._meter.end() if opened is not None and opened.measured else None
-        self._outbox.append(
-            _Row(
+        self._journal.put_step(
+            StepRecord(
                 step=self._step,
-                time_s=now_s - self._started_s,
+                time_s=self._journal.now_s(),
                 duration_s=math.nan if opened is None else now_s - opened.begun_s,
                 timer=None if opened is None else opened.timer,
                 skipped=scaled.skipped,
@@ -472,9 +402,13 @@ class LiveLoop:
         self._step += 1
         self._apply_queue()
         self._arm()
-        self._drain(wait=False)
-        for listener in tuple(self.on_boundary):
-            listener()
+        self._journal.write(wait=False)
+        self.at_boundary = True
+        try:
+            for listener in tuple(self.on_boundary):
+                listener()
+        finally:
+            self.at_boundary = False
 
     def _add_loss(self, loss: torch.Tensor) -> None:
         """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
@@ -502,34 +436,17 @@ class LiveLoop:
 
     def _arm(self) -> None:
         if self._owner is None and not self._closed:
-            self._forward_hook.arm()
+            self._hooks.arm_forward()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
-
-    def _validated(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        if not changes:
-            raise SettingsError("request: got no change, expected settings by name, such as autocast='fp16'")
-        changes = dict(changes)
-        prospective = self._settings
-        for request in self._queue:
-            prospective = prospective.replace(**request.changes)
-        if "checkpointed" in changes:
-            wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])
-            changes["checkpointed"] = self._checkpointing.resolve(prospective.replace(checkpointed=wanted).checkpointed)
-        settings = prospective.replace(**changes)
-        support = self._support[settings.autocast]
-        if "autocast" in changes and not support.available:
-            usable = ", ".join(repr(name) for name, s in self._support.items() if s.available)
-            raise SettingsError(f"autocast: got {settings.autocast!r}, expected one of {usable} on {self.device}: {support.note}")
-        return {name: getattr(settings, name) for name in changes}
 
     def _apply_queue(self) -> None:
         if not self._queue:
             return
         with self._lock:
             while self._queue:
-                self._apply(self._queue[0])
-                self._queue.popleft()  # only now: an interrupt leaves it waiting
+                self._apply(self._queue.first())
+                self._queue.drop_first()  # only now: an interrupt leaves it waiting
 
     def _apply(self, request: Request) -> None:
         before = self._settings
@@ -547,114 +464,24 @@ class LiveLoop:
         else:
             self._settings = settings
             if "init_scale" in request.changes:
-                self._totals.scale = None
-            self._totals.last_rejection = None
-            detail = {name: _plain(value) for name, value in request.changes.items()}
-            self._put_event("applied", describe_changes(request.changes), {**detail, "source": request.source})
+                self._journal.scale_was_set()
+            self.record_event("applied", describe_changes(request.changes), **request.changes, source=request.source)
 
     def _roll_back(self, settings: Settings) -> None:
         self._checkpointing.apply(settings.checkpointed)
         self._scaler.configure(settings, set_scale=False)
 
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
-        self._totals.last_rejection = reason
-        self._put_event("rejected", reason, {**{name: _plain(value) for name, value in changes.items()}, "source": source})
+        self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
-    # ---- from the device to the history -----------------------------------------------------------------------------
-
-    def _put_event(self, kind: str, reason: str, detail: Mapping[str, Any]) -> None:
-        step = self._step
-        self._outbox.append(Event(step=step, kind=kind, reason=reason, detail=detail, time_s=self._clock() - self._started_s))
-
-    def _drain(self, *, wait: bool) -> None:
-        if not self._outbox:
-            return
-        with self._lock:
-            while self._outbox:
-                item = self._outbox[0]
-                if isinstance(item, Event):
-                    self._history.record(item)
-                elif wait or item.ready():
-                    self._write(item)
-                else:
-                    return
-                self._outbox.popleft()
-
-    def _write(self, row: _Row) -> None:
-        loss, used, after, found_inf = row.values.values()
-        skipped = row.skipped if row.skipped is not None else found_inf > 0
-        scale = used if row.scaled else 1.0
-        values = {
-            "step": row.step,
-            "time_s": row.time_s,
-            "loss": loss,
-            "scale": scale,
-            "skipped": float(skipped),
-            "step_s": row.step_s(),
-        }
-        if row.memory is not None:
-            values.update(self._memory_columns(row.memory))
-        self._history.append(**values)
-        self._totals.add(values)
-        if skipped:
-            reason = f"skipped: inf or NaN in the gradients at scale {format_scale(scale)}"
-            self._record(row.step, row.time_s, "skipped", reason, {"scale": scale})
-        if not row.scaled:
-            return
-        known = self._totals.last_after
-        if known is not None and known != used:
-            self._record_scale(row.step, row.time_s, known, used, f"set to {format_scale(used)}")
-        if after != used:
-            why = "inf or NaN in the gradients" if skipped else f"{row.growth_interval} steps without inf or NaN"
-            self._record_scale(row.step + 1, row.time_s, used, after, f"{'backed off' if after < used else 'grew'}: {why}")
-        self._totals.last_after = self._totals.scale = after
-
-    def _record_scale(self, step: int, time_s: float, before: float, after: float, reason: str) -> None:
-        text = f"scale {format_scale(before)} → {format_scale(after)} ({reason})"
-        self._record(step, time_s, "scale_changed", text, {"from": before, "to": after})
-
-    def _record(self, step: int, time_s: float, kind: str, reason: str, detail: Mapping[str, Any]) -> None:
-        self._history.record(Event(step=step, kind=kind, reason=reason, detail=detail, time_s=time_s))
-
-    def _memory_columns(self, reading: MemoryReading) -> dict[str, float]:
-        columns = {
-            "allocated_bytes": reading.allocated_bytes,
-            "peak_bytes": reading.peak_bytes,
-            "reserved_bytes": reading.reserved_bytes,
-        }
-        if len(self._devices) > 1:
-            for device, parts in reading.per_device.items():
-                columns.update({f"{name}[{device}]": part for name, part in zip(_MEMORY_COLUMNS, parts, strict=True)})
-        return columns
-
-
-_MEMORY_COLUMNS = tuple(name for name in COLUMNS if name.endswith("_bytes"))
-_RECENT_STEPS = 50
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LiveLoop]] = weakref.WeakKeyDictionary()
-
-
-class _ForwardHook:
-    """torch's global forward hook, there only between steps: while it is, every module call takes torch's slow path."""
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-        self._handle: Any = None
-
-    def arm(self) -> None:
-        if self._handle is None:
-            self._handle = register_module_forward_pre_hook(self._hook)
-
-    def disarm(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
 
 
 class _OpenStep:
     __slots__ = ("begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "timer", "trained")
 
-    def __init__(self, *, by_autocast: bool, measured: bool, begun_s: float, timer: _DeviceTimer | None) -> None:
+    def __init__(self, *, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
         self.by_autocast = by_autocast
         self.measured = measured
         self.begun_s = begun_s
@@ -665,98 +492,8 @@ class _OpenStep:
         self.loss: torch.Tensor | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class _Row:
-    step: int
-    time_s: float
-    duration_s: float
-    timer: _DeviceTimer | None
-    skipped: bool | None
-    scaled: bool
-    growth_interval: int
-    memory: MemoryReading | None
-    values: Readback
-
-    def ready(self) -> bool:
-        return self.values.ready() and (self.timer is None or self.timer.ready())
-
-    def step_s(self) -> float:
-        return self.duration_s if self.timer is None else self.timer.seconds()
-
-
-class _DeviceTimer:
-    """Times a step on CUDA's own clock: the host runs ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._last = torch.cuda.Event(enable_timing=True)
-        self._first.record(self._stream)
-
-    @classmethod
-    def start(cls, device: torch.device) -> _DeviceTimer | None:
-        return cls(device) if device.type == "cuda" else None
-
-    def stop(self) -> None:
-        self._last.record(self._stream)
-
-    def ready(self) -> bool:
-        return bool(self._last.query())
-
-    def seconds(self) -> float:
-        self._last.synchronize()
-        return float(self._first.elapsed_time(self._last)) / 1000
-
-
-class _Totals:
-    """What the status line needs, kept as rows are written."""
-
-    def __init__(self) -> None:
-        self.loss = math.nan
-        self.durations_s: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
-        self.boundaries_s: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
-        self.skipped_steps = 0
-        self.scale: float | None = None
-        self.last_after: float | None = None
-        self.allocated_bytes = math.nan
-        self.peak_bytes = math.nan
-        self.overall_peak_bytes = math.nan
-        self.last_rejection: str | None = None
-
-    def add(self, row: Mapping[str, float]) -> None:
-        self.loss = row["loss"]
-        self.durations_s.append(row["step_s"])
-        self.boundaries_s.append(row["time_s"])
-        self.skipped_steps += int(row["skipped"])
-        peak = row.get("peak_bytes", math.nan)
-        if not math.isnan(peak):
-            self.peak_bytes = peak
-            self.overall_peak_bytes = peak if math.isnan(self.overall_peak_bytes) else max(peak, self.overall_peak_bytes)
-        allocated = row.get("allocated_bytes", math.nan)
-        if not math.isnan(allocated):
-            self.allocated_bytes = allocated
-
-
-def _weak_hooks(loop: LiveLoop) -> tuple[Callable[..., None], Callable[..., None]]:
-    # torch's global hooks must not keep the loop, and through it the model, alive
-    reference = weakref.ref(loop)
-
-    def forward(module: nn.Module, args: Any) -> None:
-        live = reference()
-        if live is not None:
-            live._forward(module)
-
-    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        live = reference()
-        if live is not None:
-            live._optimizer_stepped(optimizer)
-
-    return forward, stepped
-
-
-def _let_go(optimizer_handle: Any, forward_hook: _ForwardHook, checkpointing: Checkpointing, meter: MemoryMeter) -> None:
-    optimizer_handle.remove()
-    forward_hook.disarm()
+def _let_go(hooks: Hooks, checkpointing: Checkpointing, meter: MemoryMeter) -> None:
+    hooks.remove()
     checkpointing.close()
     meter.close()
 
@@ -782,25 +519,5 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
         if not any(id(p) in ids for p in theirs):
             raise ModelError(
                 f"optimizer: got a {type(optimizer).__name__} with {len(theirs)} parameters, none of them the model's, "
-                "expected one made with model.parameters(). Was the model replaced (or moved with a copy) after the optimizer was made?"
+                "expected one made with model.parameters(). Was the model replaced or copied after the optimizer was made?"
             )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can keep it; what was asked for may be anything."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return repr(value)
-
-
-def _median(values: Sequence[float]) -> float:
-    known = sorted(value for value in values if not math.isnan(value))
-    return known[len(known) // 2] if known else math.nan
-
-
-def _rate(times_s: Sequence[float]) -> float:
-    if len(times_s) < 2 or times_s[-1] <= times_s[0]:
-        return math.nan
-    return (len(times_s) - 1) / (times_s[-1] - times_s[0])

@@ -271,18 +271,16 @@ class _State:
 
 def _keeps_attributes(module: nn.Module) -> bool:
     """Whether a forward pass leaves the plain attributes alone: torch's own layers do, but for the hooks of the older
-    ``weight_norm`` and ``spectral_norm`` and the list of weights of an RNN.
+    ``weight_norm`` and ``spectral_norm``. (An RNN renews its list of weights by itself.)
     """
-    kind = type(module)
-    return (
-        kind.__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks and not isinstance(module, nn.RNNBase)
-    )
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks
 
 
 _AS_NOW: Any = object()
 _MACHINERY = frozenset(vars(nn.Module())) - {"training"}
-_PLAIN = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
+_PLAIN: frozenset[type] = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), weakref.ref}
+    | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
 )
 _SMALL_CONTAINER_LEN = 64
 

@@ -226,7 +226,7 @@ class LiveScaler(torch.amp.GradScaler):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy as a plain ``torch.amp.GradScaler``, which loads without this package."""
-        state = {key: value for key, value in self.__getstate__().items() if key not in _OWN_ATTRIBUTES}  # type: ignore[no-untyped-call]  # torch's
+        state = {key: value for key, value in self.__getstate__().items() if key not in _OWN_ATTRIBUTES}
         return copyreg._reconstructor, (torch.amp.GradScaler, object, None), state  # type: ignore[attr-defined]  # typeshed lacks it
 
     # ---- what the loop calls, between steps --------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class LiveScaler(torch.amp.GradScaler):
         # torch's own method, with its one sync, keeping what it found out
         skipped = bool(sum(found.item() for found in optimizer_state["found_inf_per_device"].values()))
         self._skipped_by[id(optimizer)] = skipped
-        return None if skipped else optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]  # typed as float | None in torch
+        return None if skipped else optimizer.step(*args, **kwargs)
 
     def _finish(self, step: ScaledStep) -> None:
         self._last_skipped, self._skipped_by = self._skipped_by, {}

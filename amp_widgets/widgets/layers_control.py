@@ -123,6 +123,6 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _why_not(layer: Layer) -> str:
-    if layer.why_not is not None:
-        return layer.why_not or "it cannot be checkpointed"
-    return "it only holds other layers" if layer.structural else ""
+    if layer.structural:
+        return "it only holds other layers"
+    return "" if layer.why_not is None else layer.why_not or "it cannot be checkpointed"

@@ -534,6 +534,9 @@ CASES: dict[str, Case] = {
 }
 
 
+MACHINERY = vars(nn.Module()).keys() - {"training"}
+
+
 class Twin:
     """One of two equal models under training."""
 
@@ -559,7 +562,7 @@ class Twin:
         seen["Python's random state"] = pickle.dumps(random.getstate())
         seen["NumPy's random state"] = pickle.dumps(np.random.get_state())
         for name, module in self.model.named_modules():
-            plain = {key: value for key, value in vars(module).items() if key not in vars(nn.Module()) or key == "training"}
+            plain = {key: value for key, value in vars(module).items() if key not in MACHINERY}
             leaves, _ = pytree.tree_flatten(plain)
             seen[f"attributes of {name}"] = [leaf for leaf in leaves if isinstance(leaf, (int, float, str, torch.Tensor))]
         return seen

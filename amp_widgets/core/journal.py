@@ -1,0 +1,314 @@
+"""From the step to the history: what a loop records, in order, without waiting for the device."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from amp_widgets.core.history import COLUMNS, Event, History
+from amp_widgets.core.memory import MemoryReading
+from amp_widgets.core.readback import Readback
+from amp_widgets.core.settings import format_scale
+
+_RECENT_STEPS = 50
+_MEMORY_COLUMNS = tuple(name for name in COLUMNS if name.endswith("_bytes"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoopStatus:
+    """How a loop stands, without waiting for the device. Sizes in bytes, times in seconds; NaN where not measured.
+
+    Parameters
+    ----------
+    step
+        Steps completed.
+    step_s
+        Median duration of the recent steps, from the step's begin to its boundary.
+    steps_per_s
+        Of the recent steps, everything between them included (data loading, validation).
+    scale
+        The live loss scale; None while the loss is not scaled.
+    allocated_bytes, peak_bytes
+        Of the newest measured step.
+    overall_peak_bytes
+        The highest peak of all measured steps.
+    last_rejection
+        Why the last request was rejected; None when one has been applied since.
+    """
+
+    step: int
+    loss: float
+    step_s: float
+    steps_per_s: float
+    skipped_steps: int
+    scale: float | None
+    allocated_bytes: float
+    peak_bytes: float
+    overall_peak_bytes: float
+    last_rejection: str | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """A finished step whose numbers may still be on the device.
+
+    Parameters
+    ----------
+    duration_s
+        By the host's clock; `timer`, where there is one, knows better.
+    skipped
+        Whether an optimizer's step was skipped; None where only the device knows.
+    scaled
+        Whether the loss was scaled.
+    growth_interval
+        That was in force.
+    values
+        Loss, scale used, scale after the update, and the device's count of inf.
+    """
+
+    step: int
+    time_s: float
+    duration_s: float
+    timer: DeviceTimer | None
+    skipped: bool | None
+    scaled: bool
+    growth_interval: int
+    memory: MemoryReading | None
+    values: Readback
+
+    def ready(self) -> bool:
+        """Whether every number has arrived."""
+        return self.values.ready() and (self.timer is None or self.timer.ready())
+
+    def step_s(self) -> float:
+        """Duration of the step, in seconds."""
+        return self.duration_s if self.timer is None else self.timer.seconds()
+
+
+class DeviceTimer:
+    """Times a step by CUDA's own clock: the host runs ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._last = torch.cuda.Event(enable_timing=True)
+        self._first.record(self._stream)
+
+    @classmethod
+    def start(cls, device: torch.device) -> DeviceTimer | None:
+        """A running timer, or None where the host's clock is right."""
+        return cls(device) if device.type == "cuda" else None
+
+    def stop(self) -> None:
+        """Mark the end; does not wait."""
+        self._last.record(self._stream)
+
+    def ready(self) -> bool:
+        """Whether `seconds` would return without waiting."""
+        return bool(self._last.query())
+
+    def seconds(self) -> float:
+        """Seconds from start to stop; waits for the device if need be."""
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) / 1000
+
+
+class Journal:
+    """Takes finished steps and events in order, and writes them to the history as soon as their numbers have arrived.
+
+    Parameters
+    ----------
+    capacity
+        Rows of the history.
+    devices
+        Where the model is: with more than one, each has memory columns of its own, ``peak_bytes[cuda:1]`` for example.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(self, *, capacity: int, devices: Sequence[torch.device], clock: Callable[[], float]) -> None:
+        self._per_device = len(devices) > 1
+        extra = [f"{name}[{device}]" for device in devices for name in _MEMORY_COLUMNS] if self._per_device else []
+        self._history = History(capacity=capacity, extra_columns=extra)
+        self._clock = clock
+        self._started_s = clock()
+        self._waiting: collections.deque[StepRecord | Event] = collections.deque()
+        self._lock = threading.RLock()
+        self._totals = _Totals()
+
+    def now_s(self) -> float:
+        """Seconds since the journal began."""
+        return self._clock() - self._started_s
+
+    def put_step(self, record: StepRecord) -> None:
+        """Take a finished step."""
+        self._waiting.append(record)
+
+    def put_event(self, step: int, kind: str, reason: str, detail: Mapping[str, Any]) -> None:
+        """Take an event; `detail` becomes what JSON can keep."""
+        kept = {name: _plain(value) for name, value in detail.items()}
+        if kind == "rejected":
+            self._totals.last_rejection = reason
+        elif kind == "applied":
+            self._totals.last_rejection = None
+        self._waiting.append(Event(step=step, kind=kind, reason=reason, detail=kept, time_s=self.now_s()))
+
+    def history(self, *, wait: bool) -> History:
+        """The history with every step whose numbers have arrived, or with all of them, after waiting for the device."""
+        self.write(wait=wait)
+        return self._history
+
+    def write(self, *, wait: bool) -> None:
+        """Write what has arrived to the history; with `wait`, everything."""
+        if not self._waiting:
+            return
+        with self._lock:
+            while self._waiting:
+                item = self._waiting[0]
+                if isinstance(item, Event):
+                    self._history.record(item)
+                elif wait or item.ready():
+                    self._write_step(item)
+                else:
+                    return
+                self._waiting.popleft()
+
+    def scale_was_set(self) -> None:
+        """The live scale was set from outside: the newest step's is no longer it."""
+        with self._lock:
+            self._totals.scale = None
+
+    def status(self, *, step: int, scale: float | None, overall_peak_bytes: float) -> LoopStatus:
+        """The newest numbers.
+
+        Parameters
+        ----------
+        step
+            Steps completed.
+        scale
+            The initial scale in force, shown until a step has told the live one; None while the loss is not scaled.
+        overall_peak_bytes
+            As the meter knows it, or NaN.
+        """
+        self.write(wait=False)
+        with self._lock:
+            totals = self._totals
+            return LoopStatus(
+                step=step,
+                loss=totals.loss,
+                step_s=_median(totals.durations_s),
+                steps_per_s=_rate(totals.boundaries_s),
+                skipped_steps=totals.skipped_steps,
+                scale=scale if scale is None or totals.scale is None else totals.scale,
+                allocated_bytes=totals.allocated_bytes,
+                peak_bytes=totals.peak_bytes,
+                overall_peak_bytes=_larger(totals.overall_peak_bytes, overall_peak_bytes),
+                last_rejection=totals.last_rejection,
+            )
+
+    # ---- with the lock held -----------------------------------------------------------------------------------------
+
+    def _write_step(self, record: StepRecord) -> None:
+        loss, used, after, found_inf = record.values.values()
+        skipped = record.skipped if record.skipped is not None else found_inf > 0
+        row = {
+            "step": record.step,
+            "time_s": record.time_s,
+            "loss": loss,
+            "scale": used if record.scaled else 1.0,  # the factor that the loss was multiplied by
+            "skipped": float(skipped),
+            "step_s": record.step_s(),
+        }
+        if record.memory is not None:
+            row.update(self._memory_columns(record.memory))
+        self._history.append(**row)
+        self._totals.add(row)
+        if skipped:
+            reason = f"skipped: inf or NaN in the gradients at scale {format_scale(row['scale'])}"
+            self._record(record.step, record.time_s, "skipped", reason, {"scale": row["scale"]})
+        if record.scaled:
+            self._follow_scale(record, used, after, skipped)
+
+    def _follow_scale(self, record: StepRecord, used: float, after: float, skipped: bool) -> None:
+        known = self._totals.last_after
+        if known is not None and known != used:
+            self._record_scale(record.step, record.time_s, known, used, f"set to {format_scale(used)}")
+        if after != used:
+            why = "inf or NaN in the gradients" if skipped else f"{record.growth_interval} steps without inf or NaN"
+            verb = "backed off" if after < used else "grew"
+            self._record_scale(record.step + 1, record.time_s, used, after, f"{verb}: {why}")
+        self._totals.last_after = self._totals.scale = after
+
+    def _record_scale(self, step: int, time_s: float, before: float, after: float, reason: str) -> None:
+        text = f"scale {format_scale(before)} → {format_scale(after)} ({reason})"
+        self._record(step, time_s, "scale_changed", text, {"from": before, "to": after})
+
+    def _record(self, step: int, time_s: float, kind: str, reason: str, detail: Mapping[str, Any]) -> None:
+        self._history.record(Event(step=step, kind=kind, reason=reason, detail=detail, time_s=time_s))
+
+    def _memory_columns(self, reading: MemoryReading) -> dict[str, float]:
+        columns = {name: getattr(reading, name) for name in _MEMORY_COLUMNS}
+        if self._per_device:
+            for device, parts in reading.per_device.items():
+                columns.update({f"{name}[{device}]": part for name, part in zip(_MEMORY_COLUMNS, parts, strict=True)})
+        return columns
+
+
+class _Totals:
+    """What the status line needs, kept as rows are written."""
+
+    def __init__(self) -> None:
+        self.loss = math.nan
+        self.durations_s: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self.boundaries_s: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self.skipped_steps = 0
+        self.scale: float | None = None
+        self.last_after: float | None = None
+        self.allocated_bytes = math.nan
+        self.peak_bytes = math.nan
+        self.overall_peak_bytes = math.nan
+        self.last_rejection: str | None = None
+
+    def add(self, row: Mapping[str, float]) -> None:
+        self.loss = row["loss"]
+        self.durations_s.append(row["step_s"])
+        self.boundaries_s.append(row["time_s"])
+        self.skipped_steps += int(row["skipped"])
+        peak_bytes = row.get("peak_bytes", math.nan)
+        if not math.isnan(peak_bytes):
+            self.peak_bytes = peak_bytes
+            self.overall_peak_bytes = _larger(self.overall_peak_bytes, peak_bytes)
+        allocated_bytes = row.get("allocated_bytes", math.nan)
+        if not math.isnan(allocated_bytes):
+            self.allocated_bytes = allocated_bytes
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger of two, where NaN is not known."""
+    return other if math.isnan(one) else one if math.isnan(other) else max(one, other)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can keep it; what was asked for may be anything."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return repr(value)
+
+
+def _median(values: Sequence[float]) -> float:
+    known = sorted(value for value in values if not math.isnan(value))
+    return known[len(known) // 2] if known else math.nan
+
+
+def _rate(times_s: Sequence[float]) -> float:
+    if len(times_s) < 2 or times_s[-1] <= times_s[0]:
+        return math.nan
+    return (len(times_s) - 1) / (times_s[-1] - times_s[0])

@@ -1,0 +1,106 @@
+"""Requests for settings: validated when they are made, and held until the step boundary."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from amp_widgets.core.autocast import Support
+from amp_widgets.core.checkpointing import Checkpointing
+from amp_widgets.core.settings import AutocastName, Settings
+from amp_widgets.errors import SettingsError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Changes that wait for the next step boundary.
+
+    Parameters
+    ----------
+    changes
+        Setting → value, validated; layer names instead of globs.
+    source
+        Who asked: ``"script"``, ``"widget"``, ``"magic"``, ...
+    """
+
+    changes: Mapping[str, Any]
+    source: str = "script"
+
+
+class RequestQueue:
+    """Requests in the order in which they were made. Its owner holds a lock around every call.
+
+    Parameters
+    ----------
+    device
+        For messages.
+    support
+        Which autocast formats the device has.
+    checkpointing
+        Knows the layers.
+    """
+
+    def __init__(self, device: torch.device, support: Mapping[AutocastName, Support], checkpointing: Checkpointing) -> None:
+        self._device = device
+        self._support = support
+        self._checkpointing = checkpointing
+        self._waiting: collections.deque[Request] = collections.deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, changes: Mapping[str, Any], source: str, in_force: Settings) -> Request:
+        """Validate changes against what will be in force when their turn comes, and let them wait.
+
+        Raises
+        ------
+        SettingsError
+            When they cannot be met; nothing waits then.
+        """
+        request = Request(changes=self._validated(changes, in_force), source=source)
+        self._waiting.append(request)
+        return request
+
+    def merged(self) -> Request | None:
+        """All that wait, taken together; None when none does."""
+        if not self._waiting:
+            return None
+        changes: dict[str, Any] = {}
+        for request in self._waiting:
+            changes.update(request.changes)
+        return Request(changes=changes, source=self._waiting[-1].source)
+
+    def first(self) -> Request:
+        """The one whose turn it is; it goes on waiting."""
+        return self._waiting[0]
+
+    def drop_first(self) -> None:
+        """It was applied or rejected."""
+        self._waiting.popleft()
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+
+    def _validated(self, changes: Mapping[str, Any], in_force: Settings) -> dict[str, Any]:
+        if not changes:
+            raise SettingsError("request: got no change, expected settings by name, such as autocast='fp16'")
+        changes = dict(changes)
+        prospective = in_force
+        for request in self._waiting:
+            prospective = prospective.replace(**request.changes)
+        if "checkpointed" in changes:
+            wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])  # of a plan, its layers
+            changes["checkpointed"] = self._checkpointing.resolve(prospective.replace(checkpointed=wanted).checkpointed)
+        settings = prospective.replace(**changes)
+        support = self._support[settings.autocast]
+        if "autocast" in changes and not support.available:
+            usable = ", ".join(repr(name) for name, s in self._support.items() if s.available)
+            raise SettingsError(
+                f"autocast: got {settings.autocast!r}, expected one of {usable} on {self._device}: {support.note}"
+            )
+        return {name: getattr(settings, name) for name in changes}
