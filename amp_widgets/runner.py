@@ -9,16 +9,15 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.errors import RunError
 
-RunState = Literal["none", "ready", "running", "paused", "stopped", "finished", "failed"]
-_ALIVE: tuple[RunState, ...] = ("running", "paused")
 _LAST_LINES = 6
 
 
@@ -131,7 +130,7 @@ class Runner:
         with self._changed:
             if self._state == "running" and not self._pausing:
                 raise RunError("single_step: the run is running; pause it first")
-            if self._state in _ALIVE:
+            if self._state in ALIVE:
                 self._steps_allowed += 1
                 self._changed.notify_all()
             else:
@@ -149,7 +148,7 @@ class Runner:
         While a run is alive it happens at the next boundary, on its thread. Steps and history go on counting.
         """
         with self._changed:
-            if self._state in _ALIVE:
+            if self._state in ALIVE:
                 self._resetting = True
                 self._changed.notify_all()
                 return

@@ -15,8 +15,9 @@ from torch import nn
 from amp_widgets import kernel
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.errors import MissingExtraError, RunError
-from amp_widgets.runner import Runner, RunState, Training, last_lines
+from amp_widgets.runner import Runner, Training, last_lines
 from amp_widgets.widgets.state import DashboardState
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class AmpSession(LiveLoop):
         """
         from tqdm.auto import tqdm
 
-        if self.run_state in ("running", "paused"):
+        if self.run_state in ALIVE:
             raise RunError("steps: a background run is alive; stop it first: session.stop(); session.wait()")
         if epochs > 1 and iter(batches) is batches:
             raise RunError(
@@ -163,7 +164,7 @@ class AmpSession(LiveLoop):
             raise RunError("fit: the session was closed; make a new AmpSession")
         if not self._optimizers:
             raise RunError("fit: the session has no optimizer, expected AmpSession(model, optimizer)")
-        if self.run_state in ("running", "paused"):
+        if self.run_state in ALIVE:
             raise RunError(f"fit: a run is {self.run_state}; stop it first: session.stop(); session.wait()")
         training = Training(model=self._model, optimizers=self._optimizers, batches=batches, loss_fn=loss_fn, epochs=epochs)
         self._runner = Runner(self, training, on_end=self._release_interrupt)
@@ -290,7 +291,7 @@ class AmpSession(LiveLoop):
     def _refuse_beside_a_cell(self, verb: str) -> None:
         # Two loops would train one model at once. An interrupted loop cannot be told from a running one, hence the clock.
         recent = self._in_cell and self.seconds_since_boundary < _CELL_STEP_S
-        if recent or (self.at_boundary and self.run_state not in ("running", "paused")):
+        if recent or (self.at_boundary and self.run_state not in ALIVE):
             raise RunError(f"{verb}: your own loop is training this model in a cell; wait for its end or interrupt it first")
 
     def _release_interrupt(self) -> None:

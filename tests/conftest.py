@@ -25,7 +25,7 @@ try:
 except ImportError:
     pass
 else:  # a busy machine is no bug, and a failure elsewhere must be repeatable here
-    hypothesis.settings.register_profile("amp_widgets", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("amp_widgets", deadline=None, print_blob=True, database=None)
     hypothesis.settings.load_profile("amp_widgets")
 
 

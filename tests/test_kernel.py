@@ -37,8 +37,9 @@ SETUP = """
     kernel = get_ipython().kernel
     slider = ipywidgets.IntSlider(min=0, max=10**6)
     cell = None       # what runs, for whom it may concern
-    got = []          # (value, the cell in which it came)
+    got = []          # (value, the cell in which it came): changes of the slider, and messages of other kinds
     slider.observe(lambda change: got.append((change.new, cell)), "value")
+    slider.on_msg(lambda widget, content, buffers: got.append((content, cell)))
     ran = []          # names of cells, in the order in which they ran
     called = []       # by the stop button
 
@@ -115,6 +116,10 @@ class Page:
     def set_slider(self, value: int, *, subshell: str | None = None) -> str:
         data = {"method": "update", "state": {"value": value}, "buffer_paths": []}
         return self.send("comm_msg", {"comm_id": self.slider, "data": data}, subshell=subshell)
+
+    def tell_slider(self, value: int) -> str:
+        """A message that is seen again when it is handled twice; a change to the same value is not."""
+        return self.send("comm_msg", {"comm_id": self.slider, "data": {"method": "custom", "content": value}})
 
     def control(self, kind: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
         message = self.client.session.msg(kind, content or {})
@@ -314,17 +319,13 @@ def test_two_hundred_messages_in_order(page: Page) -> None:
 
 
 def test_messages_that_the_kernel_read_before_the_cell_began(page: Page) -> None:
-    """As after *Run all*: the training cell and a change wait behind a cell that does not pump."""
+    """As after *Run all*: the training cell and changes wait behind a cell that does not pump."""
     first = page.execute("print('started'); time.sleep(0.5)")
     page.saw(first, "started")
-    changes = [page.set_slider(2001)]
-    busy = page.execute(
-        "cell = 'busy'; until(lambda: len(got) == 5, pump, limit_s=3); print([value for value, _ in got]); cell = None"
-    )
-    changes += [page.set_slider(value) for value in (2002, 2003, 2004, 2005)]
-    last = page.execute("ran.append('last')")
-    page.reply(last)
-    assert page.output(busy) == "[2001, 2002, 2003, 2004, 2005]\n"
+    changes = [page.tell_slider(2001)]
+    busy = page.execute("cell = 'busy'; until(lambda: len(got) == 5, pump, limit_s=3); cell = None")
+    changes += [page.tell_slider(value) for value in (2002, 2003, 2004, 2005)]
+    page.reply(page.execute("pass"))
     assert page.value("got") == [[2001, None], *([value, "busy"] for value in (2002, 2003, 2004, 2005))]
     for change in changes:
         assert "idle" in page.statuses(change)
@@ -355,7 +356,9 @@ def test_messages_of_a_cell_that_awaits(page: Page) -> None:
 
 
 def test_other_messages_wait_and_keep_their_order(page: Page) -> None:
-    """One of them arrives after the last look of the pump, when those before it are off the socket already."""
+    """Some are read before the pumping cell begins, some are taken off the socket by the pump, some come after its last look."""
+    first = page.execute("print('started'); time.sleep(0.5)")
+    page.saw(first, "started")
     busy = page.execute(
         """
         cell = "busy"
@@ -367,24 +370,21 @@ def test_other_messages_wait_and_keep_their_order(page: Page) -> None:
         cell = None
         """
     )
+    requests = [page.execute(f"ran.append({name!r}); print({name!r})") for name in "ab"]
     page.saw(busy, "started")
-    requests = []
-    for number, name in enumerate("abcd"):
+    for number, name in enumerate("cdef"):
         requests.append(page.execute(f"ran.append({name!r}); print({name!r})"))
-        if name == "b":
-            completion = page.client.complete("time.monoto")
         page.set_slider(4001 + number)
+    completion = page.client.complete("time.monoto")
     page.saw(busy, "no more")
-    requests += [page.execute(f"ran.append({name!r}); print({name!r})") for name in "ef"]
+    requests += [page.execute(f"ran.append({name!r}); print({name!r})") for name in "gh"]
     page.reply(requests[-1])
     assert page.value("got") == [[value, "busy"] for value in (4001, 4002, 4003, 4004)]
-    assert page.value("ran") == ["busy", "a", "b", "c", "d", "e", "f"]
-    assert [page.output(request) for request in requests] == [f"{name}\n" for name in "abcdef"]
-    assert page.reply(completion)["content"]["matches"] == ["time.monotonic", "time.monotonic_ns"] or "monotonic" in str(
-        page.reply(completion)["content"]["matches"]
-    )
+    assert page.value("ran") == ["busy", *"abcdefgh"]
+    assert [page.output(request) for request in requests] == [f"{name}\n" for name in "abcdefgh"]
+    assert "monotonic" in str(page.reply(completion)["content"]["matches"])
     replied = [reply["parent_header"]["msg_id"] for reply in page.replies]
-    order = [replied.index(message) for message in (busy, *requests[:2], completion, *requests[2:])]
+    order = [replied.index(message) for message in (busy, *requests[:6], completion, *requests[6:])]
     assert order == sorted(order)
 
 
@@ -499,7 +499,7 @@ def test_a_message_does_not_count_as_a_cell(page: Page) -> None:
 
 
 def test_an_interrupt_ends_the_cell_and_loses_no_message(page: Page) -> None:
-    page.run("slow = lambda change: time.sleep(0.2)\nslider.observe(slow, 'value')")
+    page.run("slow = lambda widget, content, buffers: time.sleep(0.2)\nslider.on_msg(slow)")
     busy = page.execute(
         """
         cell = "busy"
@@ -513,13 +513,13 @@ def test_an_interrupt_ends_the_cell_and_loses_no_message(page: Page) -> None:
     )
     page.saw(busy, "started")
     behind = page.execute("ran.append('behind')")
-    changes = [page.set_slider(value) for value in range(10_001, 10_011)]
+    changes = [page.tell_slider(value) for value in range(10_001, 10_011)]
     page.idle(changes[1])
     page.interrupt()
     assert page.reply(busy)["content"]["ename"] == "KeyboardInterrupt"
     assert page.reply(behind)["content"]["status"] == "ok"
-    page.idle(page.set_slider(10_011))
-    page.run("slider.unobserve(slow, 'value')")
+    page.idle(page.tell_slider(10_011))
+    page.run("slider.on_msg(slow, remove=True)")
     got = page.value("got")
     assert [value for value, _ in got] == list(range(10_001, 10_012))
     assert got[1] == [10_002, "busy"]
@@ -528,58 +528,84 @@ def test_an_interrupt_ends_the_cell_and_loses_no_message(page: Page) -> None:
     assert page.value("[pump.available, kernel.get_parent('shell')['header']['msg_type']]") == [True, "execute_request"]
 
 
+def test_an_interrupt_at_the_worst_moment_loses_no_message(page: Page) -> None:
+    """It comes whenever a message is off the socket and nowhere else yet: each is still handled, once, and in order."""
+    busy = page.execute(
+        """
+        interrupts = 0
+        def deserialize(*args, **kwargs):
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGINT)
+            return type(kernel.session).deserialize(kernel.session, *args, **kwargs)
+        kernel.session.deserialize = deserialize
+        print("started")
+        end_s = time.monotonic() + 8
+        while len(got) < 60 and time.monotonic() < end_s:
+            try:
+                pump._next_look_s = 0
+                pump.pump()
+            except KeyboardInterrupt:
+                interrupts += 1
+        del kernel.session.deserialize
+        """
+    )
+    page.saw(busy, "started")
+    requests = []
+    for value in range(11_001, 11_061):
+        page.tell_slider(value)
+        if value % 10 == 0:
+            requests.append(page.execute(f"ran.append({value})"))
+    for request in (busy, *requests):
+        assert page.reply(request)["content"]["status"] == "ok"
+    assert [value for value, _ in page.value("got")] == list(range(11_001, 11_061))
+    assert page.value("interrupts") > 1
+    assert page.value("ran") == [11_010, 11_020, 11_030, 11_040, 11_050, 11_060]
+    assert page.value("pump.available") is True
+
+
 def test_interrupts_at_any_moment_lose_no_message(page: Page) -> None:
-    """The cell interrupts itself again and again while messages pour in: each is handled once, be it in the cell or after it."""
+    """The cell is hit again and again while messages pour in."""
     busy = page.execute(
         """
         import random
         rng = random.Random(11)
         interrupts = 0
-        print("started")
         stop = threading.Event()
         def hit():
             while not stop.wait(rng.uniform(0.0002, 0.004)):
                 os.kill(os.getpid(), signal.SIGINT)
         thread = threading.Thread(target=hit)
-        end_s = time.monotonic() + 6
-        started = False
+        print("started")
+        end_s = time.monotonic() + 8
         while len(got) < 150 and time.monotonic() < end_s:
             try:
-                if not started:
-                    started = True
+                if thread.ident is None:
                     thread.start()
-                while len(got) < 150 and time.monotonic() < end_s:
-                    pump._next_look_s = 0
-                    pump.pump()
+                pump._next_look_s = 0
+                pump.pump()
             except KeyboardInterrupt:
                 interrupts += 1
                 if interrupts == 40:
                     stop.set()
-                    break
         while True:
             try:
-                stop.set(); thread.join(); break
+                stop.set()
+                thread.join()
+                break
             except KeyboardInterrupt:
                 pass
         """
     )
     page.saw(busy, "started")
-    requests = []
-    for value in range(11_001, 11_151):
-        page.set_slider(value)
-        if value % 10 == 0:
-            requests.append(page.execute(f"ran.append({value})"))
+    for value in range(21_001, 21_151):
+        page.tell_slider(value)
     assert page.reply(busy)["content"]["status"] == "ok"
-    for request in requests:
-        assert page.reply(request)["content"]["status"] == "ok"
-    page.idle(page.set_slider(11_151))
+    page.idle(page.tell_slider(21_151))
     values = [value for value, _ in page.value("got")]
-    assert page.value("interrupts") > 5
-    assert page.value("ran") == [value for value in range(11_001, 11_151) if value % 10 == 0]
-    # a callback that an interrupt ends has been called, but may not have got as far as noting it
-    missing = set(range(11_001, 11_152)) - set(values)
+    interrupts = page.value("interrupts")
+    print(f"seed 11, {interrupts} interrupts")
     assert values == sorted(set(values))
-    assert len(missing) <= page.value("interrupts")
+    assert len(values) >= 151 - interrupts  # a callback that was called may have been ended before it noted that
 
 
 def test_input_works_as_before(page: Page) -> None:
@@ -611,11 +637,10 @@ def test_messages_sent_to_a_subshell(page: Page) -> None:
     try:
         busy = page.execute("cell = 'busy'; print('started'); assert until(lambda: len(got) == 20, pump); cell = None")
         page.saw(busy, "started")
-        changes = [page.set_slider(value, subshell=subshell) for value in range(13_001, 13_021)]
+        for value in range(13_001, 13_021):
+            page.idle(page.set_slider(value, subshell=subshell))  # as a page does: one change of a control at a time
         assert page.reply(busy)["content"]["status"] == "ok"
         assert page.value("got") == [[value, "busy"] for value in range(13_001, 13_021)]
-        for change in changes:
-            page.idle(change)
         busy = page.execute("print('started'); assert until(lambda: len(got) == 21, pump)")  # a request is the subshell's own
         page.saw(busy, "started")
         asked = page.send("kernel_info_request", {}, subshell=subshell)
@@ -700,7 +725,7 @@ def test_closed_in_the_cell_in_which_it_handled_a_message_read_ahead(page: Page)
     first = page.execute("print('started'); time.sleep(0.3)")
     page.saw(first, "started")
     busy = page.execute("cell = 'busy'; until(lambda: got, pump, limit_s=3); pump.close(); cell = None")
-    change = page.set_slider(17_001)
+    change = page.tell_slider(17_001)
     page.reply(busy)
     page.idle(change)
     assert page.value("got") == [[17_001, "busy"]]  # once
@@ -784,11 +809,11 @@ def test_the_stop_button_reaches_a_run_between_cells(page: Page) -> None:
 
 
 def test_a_cell_is_interrupted_as_ever(page: Page) -> None:
-    page.run("uninstall = on_interrupt(told('a'))")
-    busy = page.execute("print('started'); time.sleep(10)")
-    page.saw(busy, "started")
-    page.interrupt()
-    assert page.reply(busy)["content"]["ename"] == "KeyboardInterrupt"
+    for code in ("uninstall = on_interrupt(told('a'))", "pass"):  # also the very cell that asks for it
+        busy = page.execute(f"{code}; print('started'); time.sleep(10)")
+        page.saw(busy, "started")
+        page.interrupt()
+        assert page.reply(busy)["content"]["ename"] == "KeyboardInterrupt"
     awaiting = page.execute("print('started')\nfor _ in range(200): await asyncio.sleep(0.05)")  # ipykernel waits for it to wake
     page.saw(awaiting, "started")
     page.interrupt()

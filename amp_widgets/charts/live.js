@@ -276,7 +276,7 @@ class View {
     const { x, y } = part === "lone" ? lone(lines[series]) : lines[series];
     if (series !== "not_finite") return { ...trace, x, y };
     const text = Array.from(y, (code) => (code === 0 ? "NaN, or not recorded" : code > 0 ? "+inf" : "-inf"));
-    return { ...trace, x, y: y.map(() => 0.96), text };
+    return { ...trace, x, y: y.map(() => this.spec.top_edge), text };
   }
 
   // Of events of a kind whose marks would hide each other, the newest.
@@ -293,12 +293,10 @@ class View {
   }
 
   setAxes(layout, lines, range) {
-    const drawn = { yaxis: ["loss"], yaxis2: ["scale", "skipped"], yaxis3: ["allocated", "peak", "reserved"] };
-    const notes = { yaxis: "note loss", yaxis2: "note scale", yaxis3: "note memory" };
-    for (const [axis, names] of Object.entries(drawn)) {
-      const empty = names.every((name) => lines[name].x.length === 0);
+    for (const [name, { axis, series }] of Object.entries(this.spec.plots)) {
+      const empty = series.every((one) => lines[one].x.length === 0);
       layout[axis].showticklabels = !empty;
-      layout.annotations.find((annotation) => annotation.name === notes[axis]).visible = empty;
+      layout.annotations.find((annotation) => annotation.name === `note ${name}`).visible = empty;
     }
     if (this.logLoss) Object.assign(layout.yaxis, { type: "log", exponentformat: "power", dtick: undefined });
     const now = this.plot._fullLayout;

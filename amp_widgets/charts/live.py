@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import pathlib
 import threading
@@ -13,18 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from amp_widgets.charts import flags
+from amp_widgets.charts import flags, look
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
 from amp_widgets.charts.decimate import Points
-from amp_widgets.charts.figures import (
-    COLOURS,
-    EVENT_SYMBOLS,
-    PLOT_HEIGHT_PX,
-    Theme,
-    training_figure,
-)
+from amp_widgets.charts.figures import training_figure
 from amp_widgets.charts.labels import EventLike
+from amp_widgets.charts.look import Theme
 from amp_widgets.charts.pace import Pace
 from amp_widgets.charts.page_data import OVERVIEW_POINTS, PageData
 from amp_widgets.charts.series import COLUMNS, SERIES, series_of, thinned
@@ -65,8 +60,9 @@ class TrainingChart(anywidget.AnyWidget):
     kept here too (bounded), so that a page that is opened or reloaded later starts from all of it.
     """
 
-    _esm = pathlib.Path(__file__).parent / "live.js"
-    _css = pathlib.Path(__file__).parent / "live.css"
+    # The text and not the path: for a path anywidget keeps every instance for ever, so as to reload it when the file changes.
+    _esm = (pathlib.Path(__file__).parent / "live.js").read_text(encoding="utf-8")
+    _css = (pathlib.Path(__file__).parent / "live.css").read_text(encoding="utf-8")
     spec = traitlets.Dict().tag(sync=True)
     asset = traitlets.Instance(PlotlyAsset).tag(sync=True, **widget_serialization)
     # Not a value but what a page that starts now needs: computed when the state is asked for.
@@ -243,23 +239,23 @@ def _packed(series: Mapping[str, Points]) -> bytes:
 
 
 def _spec(memory_source: str) -> dict[str, Any]:
-    """How the page draws: the traces and layout of an empty figure in both themes, and the rule for flags."""
+    """How the page draws: traces and layout in both themes, and the rule for flags."""
     flag = flags.Flag(0, "", 0, False)
-    themes = {}
-    for theme, colours in COLOURS.items():
-        figure = training_figure({"step": np.empty(0)}, [], memory_source=memory_source, theme=theme)
-        figure.update_traces(x=None, y=None, text=None, visible=None)
-        described = json.loads(figure.to_json())
-        themes[theme] = {
-            "traces": described["data"],
-            "layout": described["layout"],
-            "line": flags.line_shape(flag, colour=colours.flag, plot_height_px=PLOT_HEIGHT_PX),
+    themes = {
+        theme: {
+            "traces": look.traces(colours),
+            "layout": look.layout(colours, memory_source),
+            "line": flags.line_shape(flag, colour=colours.flag, plot_height_px=look.PLOT_HEIGHT_PX),
             "label": flags.label_annotation(flag, colour=colours.text, background=colours.background),
         }
+        for theme, colours in look.COLOURS.items()
+    }
     return {
         "series": SERIES,
         "themes": themes,
-        "event_symbols": EVENT_SYMBOLS,
+        "plots": {name: dataclasses.asdict(plot) for name, plot in look.PLOTS.items()},
+        "event_symbols": look.EVENT_SYMBOLS,
+        "top_edge": look.TOP_EDGE,
         "flags": {
             "lanes": flags.LANES,
             "lane_px": flags.LANE_PX,

@@ -114,20 +114,16 @@ class Checkpointing:
         switch_on = {name: module for name, module in wanted.items() if not _is_on(module)}
         switch_off = [module for module in {*layers.values(), *self._switched} if _is_on(module) and id(module) not in keep]
         classes = {name: _prepare_class(name, module) for name, module in switch_on.items()}
-        done: list[nn.Module] = []
+        before = [(module, type(module)) for module in (*switch_on.values(), *switch_off)]
         try:
             for name, module in switch_on.items():
-                _set_class(module, classes[name])
-                done.append(module)
-        except TypeError as error:  # the layout of the class forbids it
-            for module in done:
+                _switch_on(name, module, classes[name])
+            for module in switch_off:
                 _switch_off(module)
-            failed = type(list(switch_on.values())[len(done)]).__name__
-            raise CheckpointingError(
-                f"checkpointed: the class {failed} does not let its instances change class: {error}"
-            ) from error
-        for module in switch_off:
-            _switch_off(module)
+        except BaseException:  # also an interrupt of the kernel
+            for module, kind in before:
+                _set_class(module, kind)
+            raise
         self._switched.update(switch_on.values())
 
     def close(self) -> None:

@@ -129,6 +129,8 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 def is_structural(module: nn.Module) -> bool:
     """Whether `module` has no forward pass of its own, or only torch's machinery calls it."""
+    if isinstance(module, torch.jit.ScriptModule):  # asking its class for forward raises
+        return False
     return type(module).forward is nn.Module.forward or isinstance(module, ParametrizationList)
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 import traitlets
 
+from amp_widgets.core.run_state import RunState
 from amp_widgets.widgets.control import Control, page_script
-from amp_widgets.widgets.state import DashboardState, RunState
+from amp_widgets.widgets.state import DashboardState
 
 Command = Literal["start", "pause", "resume", "single_step", "stop", "reset"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

@@ -60,9 +60,9 @@ export default {
       const locked = model.get("locked");
       const waiting = model.get("waiting");
       check.checked = asked.value("scaling", model.get("scaling"));
-      check.disabled = locked || !model.get("applies");
+      check.disabled = locked;
       setText(sentence, model.get("sentence"));
-      rule.disabled = locked || model.get("sentence") !== "";
+      rule.disabled = locked;
       if (!timer && !slider.matches(":active")) {
         const exponent = asked.value("exponent", model.get("exponent"));
         slider.value = exponent;

@@ -25,7 +25,6 @@ class ScalerControl(Control):
 
     _esm = page_script("scaler_control")
 
-    applies = traitlets.Bool(help="Whether autocast is a format for which the loss can be scaled.").tag(sync=True)
     scaling = traitlets.Bool().tag(sync=True)
     sentence = traitlets.Unicode(help="Why the loss is not scaled, or nothing.").tag(sync=True)
     exponent = traitlets.Int(help="The initial scale on the slider, 0 to 40: the nearest power of two.").tag(sync=True)
@@ -44,11 +43,10 @@ class ScalerControl(Control):
         autocast = state.requested("autocast")
         scaling = bool(self._shown["scaling"])
         if autocast != "fp16":
-            sentence = f"autocast is {autocast}: the loss is not scaled"
+            sentence = f"autocast is {autocast}: the loss is not scaled. What is set here holds for fp16"
         else:
             sentence = "" if scaling else "loss scaling is off: the loss is not scaled"
         return {
-            "applies": autocast == "fp16",
             "scaling": scaling,
             "sentence": sentence,
             "exponent": _nearest_exponent(init_scale),

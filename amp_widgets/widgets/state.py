@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import AutocastName, Settings
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from amp_widgets.core.checkpointing import Layer
     from amp_widgets.core.history import History
 
-RunState = Literal["none", "ready", "running", "paused", "stopped", "finished", "failed"]
-"""``"none"``: no background run was prepared, the loop runs in the user's own cell."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ class DashboardState:
     support
         For ``"fp32"``, ``"fp16"`` and ``"bf16"``: whether the device has it, and a note.
     run
-        How the background run stands.
+        How the background run stands; ``"none"``: none was prepared, the loop runs in the user's own cell.
     step
         Steps completed.
     device, torch_version

@@ -7,9 +7,10 @@ from typing import Any
 
 import traitlets
 
+from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import describe_changes, format_scale
 from amp_widgets.widgets.control import Control, page_script
-from amp_widgets.widgets.state import DashboardState, RunState
+from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import UNKNOWN, bytes_text, loss_text, rate_text, seconds_text
 
 

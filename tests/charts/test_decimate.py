@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from amp_widgets.charts.decimate import decimated, evened, level_parts_removed, without_long_gaps
+from amp_widgets.charts.decimate import Floats, decimated, evened, level_parts_removed, without_long_gaps
 
 NAN = math.nan
 LIMIT = 16
@@ -78,7 +78,8 @@ def test_single_spikes_survive() -> None:
 def test_evening_a_growing_line_again_and_again_keeps_it_even_and_keeps_every_stretchs_extremes() -> None:
     rng = np.random.default_rng(1)
     whole = rng.standard_normal(200_000)
-    x, y = np.empty(0), np.empty(0)
+    x: Floats = np.empty(0)
+    y: Floats = np.empty(0)
     for start in range(0, whole.size, 5000):
         new = np.arange(start, start + 5000)
         x, y = evened(np.concatenate([x, new]), np.concatenate([y, whole[new]]), 2000)
@@ -102,7 +103,7 @@ def test_of_a_level_line_the_changes_stay_all() -> None:
     assert x.tolist() == [0, 99, 100, 199, 200, 300, 399, 400, 499]
     np.testing.assert_array_equal(new_y, [1, 1, 2, 2, NAN, 2, 2, 1, 1])
     for short in ([], [1.0], [1.0, 1.0]):
-        np.testing.assert_array_equal(level_parts_removed(np.arange(len(short)), np.array(short))[1], short)
+        np.testing.assert_array_equal(level_parts_removed(np.arange(float(len(short))), np.array(short))[1], short)
 
 
 def test_a_long_gap_is_one_gap() -> None:

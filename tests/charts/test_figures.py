@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from amp_widgets.charts.figures import COLOURS, training_figure, whole_dtick
+from amp_widgets.charts.figures import training_figure
 from amp_widgets.charts.flags import MOST_FLAGS
 from amp_widgets.charts.labels import EventLike
+from amp_widgets.charts.look import COLOURS, whole_dtick
 from amp_widgets.core.history import Event
 
 nan, inf = math.nan, math.inf
@@ -21,10 +24,13 @@ def event(step: int, kind: str = "applied", reason: str = "because", **detail: o
     return Event(step=step, kind=kind, reason=reason, detail=detail, time_s=0.0)
 
 
-def figure(events: tuple[EventLike, ...] = (), *, theme="light", memory_source: str = "counted", limit=None, **values) -> go.Figure:
+def figure(events: tuple[EventLike, ...] = (), **values: Any) -> go.Figure:
+    options = {"memory_source": "counted"} | {
+        name: values.pop(name) for name in ("theme", "memory_source", "limit") if name in values
+    }
     rows = len(next(iter(values.values()), ()))
     columns = {"step": np.arange(rows), **{name: np.array(column, float) for name, column in values.items()}}
-    return training_figure(columns, events, memory_source=memory_source, theme=theme, limit=limit)
+    return training_figure(columns, events, **options)
 
 
 def trace(fig: go.Figure, series: str, part: str = "line") -> go.Scatter:
@@ -37,7 +43,7 @@ def texts(fig: go.Figure) -> list[str]:
 
 
 def test_lines_are_the_columns() -> None:
-    values = {
+    values: dict[str, Any] = {
         "loss": [3, 2, 1],
         "scale": [4, 4, 2],
         "allocated_bytes": [10, 20, 30],
@@ -45,8 +51,8 @@ def test_lines_are_the_columns() -> None:
         "reserved_bytes": [40, 40, 40],
     }
     fig = figure(**values)
-    for series, column in {"loss": "loss", "allocated": "allocated_bytes", "peak": "peak_bytes", "reserved": "reserved_bytes"}.items():
-        line = trace(fig, series)
+    for column in ("loss", "allocated_bytes", "peak_bytes", "reserved_bytes"):
+        line = trace(fig, column.removesuffix("_bytes"))
         assert list(line.x) == [0, 1, 2]
         np.testing.assert_array_equal(line.y, values[column])
         assert line.connectgaps is False
@@ -60,7 +66,7 @@ def test_lines_are_the_columns() -> None:
 
 def test_three_plots_share_the_axis_of_steps_and_one_lies_over_the_loss() -> None:
     fig = figure(loss=[1])
-    axes = {name: [] for name in ("y", "y2", "y3", "y4")}
+    axes: dict[str, list[str]] = {name: [] for name in ("y", "y2", "y3", "y4")}
     for one in fig.data:
         assert one.xaxis == "x"
         axes[one.yaxis].append(one.meta["series"])
@@ -70,7 +76,7 @@ def test_three_plots_share_the_axis_of_steps_and_one_lies_over_the_loss() -> Non
     assert set(axes["y4"]) == {"not_finite", "events"}
     assert fig.layout.yaxis4.overlaying == "y"
     domains = [fig.layout[name].domain for name in ("yaxis3", "yaxis2", "yaxis")]
-    assert all(low[1] < high[0] for low, high in zip(domains, domains[1:], strict=False))
+    assert all(low[1] < high[0] for low, high in itertools.pairwise(domains))
 
 
 def test_the_axis_of_the_scale_has_whole_powers_of_two() -> None:
@@ -110,8 +116,8 @@ def test_losses_of_any_kind_make_a_valid_figure(losses: list[float]) -> None:
 
 
 def test_each_applied_change_is_a_labelled_line_through_all_three() -> None:
-    events = (event(0, autocast="fp16", source="dashboard"), event(1, "rejected"), event(2, checkpointed=["a", "b"]), event(1, "note"))
-    fig = figure(events, loss=[1, 2, 3])
+    changes = event(0, autocast="fp16", source="dashboard"), event(2, checkpointed=["a", "b"])
+    fig = figure((changes[0], event(1, "rejected"), changes[1], event(1, "note")), loss=[1, 2, 3])
     assert [(line.x0, line.x1, line.y0, line.yref) for line in fig.layout.shapes] == [(2, 2, 0, "paper"), (0, 0, 0, "paper")]
     assert all(line.y1 > 1 for line in fig.layout.shapes)
     assert {"fp16", "2 layers checkpointed"} <= set(texts(fig))
@@ -139,7 +145,8 @@ def test_what_the_user_wrote_is_shown_literally() -> None:
 
 
 def test_the_memory_title_says_how_it_was_measured() -> None:
-    assert any("torch.cuda.memory_stats on cuda:0" in text for text in texts(figure(memory_source="torch.cuda.memory_stats on cuda:0")))
+    source = "torch.cuda.memory_stats on cuda:0"
+    assert f"<b>memory</b> · {source}" in texts(figure(memory_source=source))
 
 
 def test_what_is_empty_says_so_and_has_no_ticks() -> None:

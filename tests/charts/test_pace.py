@@ -15,7 +15,8 @@ class Clock:
 
 def sent_in(pace: Pace, clock: Clock, seconds: float, *, first: int, answer_after: int | None = None) -> list[float]:
     """Times of the messages, tried 100 times a second; with `answer_after` each is answered so many tries later."""
-    times, due = [], []
+    times: list[float] = []
+    due: list[tuple[int, int]] = []
     end = clock.now + seconds
     number = first
     while clock.now < end - 1e-9:

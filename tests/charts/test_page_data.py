@@ -89,7 +89,8 @@ def event(step: int, kind: str = "applied") -> Event:
 
 def test_skips_and_changes_of_scale_have_no_mark_of_their_own() -> None:
     page = PageData()
-    added, reduced = page.add_events([event(i, kind) for i, kind in enumerate(["applied", "skipped", "scale_changed", "note", "run"])])
+    kinds = ["applied", "skipped", "scale_changed", "note", "run"]
+    added, reduced = page.add_events([event(i, kind) for i, kind in enumerate(kinds)])
     assert [mark["step"] for mark in added] == [0, 3, 4]
     assert added == page.events
     assert not reduced

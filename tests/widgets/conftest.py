@@ -12,9 +12,10 @@ import pytest
 from comm.base_comm import BaseComm
 
 from amp_widgets.core.history import History
+from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RunError, SettingsError
-from amp_widgets.widgets.state import DashboardState, RunState
+from amp_widgets.widgets.state import DashboardState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,18 +207,17 @@ def test_dragging_the_slider_asks_when_it_is_let_go(show, state, asked) -> None:
     assert asked == [{"init_scale": 2.0**40}]
 
 
-def test_where_scaling_does_not_apply_all_is_disabled_and_a_sentence_says_why(show, state) -> None:
+def test_where_the_loss_is_not_scaled_a_sentence_says_why_and_all_can_be_set_before(show, state) -> None:
     view = show(ScalerControl, state())
     assert view.page.get_by_text("autocast is fp32: the loss is not scaled").is_visible()
-    assert view.role("checkbox", "Scale the loss").is_disabled()
+    assert view.role("checkbox", "Scale the loss").is_enabled()
+    assert view.role("slider", "Initial scale").is_enabled()
     for label in ("Growth factor", "Backoff factor", "Growth interval", "Floor", "Cap"):
-        assert view.role("textbox", label).is_disabled()
+        assert view.role("textbox", label).is_enabled()
     view.render(state(autocast="fp16"))
-    assert view.role("textbox", "Cap").is_enabled()
     assert not view.page.get_by_text("the loss is not scaled").is_visible()
     view.render(state(autocast="fp16", scaling=False))
-    assert view.role("checkbox", "Scale the loss").is_enabled()
-    assert view.role("slider", "Initial scale").is_disabled()
+    assert view.page.get_by_text("loss scaling is off").is_visible()
 
 
 def test_typed_values_are_asked_for_with_enter_and_taken_back_with_escape(show, state, asked) -> None:

@@ -4,8 +4,9 @@ from typing import get_args
 
 import pytest
 
+from amp_widgets.core.run_state import RunState
 from amp_widgets.widgets.run_control import COMMANDS, OWN_LOOP, RunControl
-from amp_widgets.widgets.state import Controlled, RunState
+from amp_widgets.widgets.state import Controlled
 
 
 @pytest.mark.parametrize(

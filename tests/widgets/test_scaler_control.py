@@ -32,27 +32,24 @@ def test_shows_the_scale_and_the_rule(control) -> None:
         "min_scale": "",
         "max_scale": "",
     }
-    assert (control.applies, control.scaling, control.sentence, control.waiting) == (True, True, "", [])
+    assert (control.scaling, control.sentence, control.waiting) == (True, "", [])
 
 
 @pytest.mark.parametrize("autocast", ["fp32", "bf16"])
 def test_where_scaling_does_not_apply_a_sentence_says_so(state, autocast: str) -> None:
     control = ScalerControl(lambda **_: None, state(autocast=autocast))
-    assert (control.applies, control.sentence, control.live_scale) == (
-        False,
-        f"autocast is {autocast}: the loss is not scaled",
-        "",
-    )
+    assert control.sentence == f"autocast is {autocast}: the loss is not scaled. What is set here holds for fp16"
+    assert control.live_scale == ""
 
 
 def test_scaling_that_is_off_can_be_put_on(state) -> None:
     control = ScalerControl(lambda **_: None, state(autocast="fp16", scaling=False))
-    assert (control.applies, control.scaling, control.sentence) == (True, False, "loss scaling is off: the loss is not scaled")
+    assert (control.scaling, control.sentence) == (False, "loss scaling is off: the loss is not scaled")
 
 
-def test_what_waits_decides_what_applies(state) -> None:
+def test_what_waits_decides_whether_the_loss_is_scaled(state) -> None:
     control = ScalerControl(lambda **_: None, state(pending={"autocast": "fp16"}))
-    assert (control.applies, control.sentence) == (True, "")
+    assert control.sentence == ""
 
 
 def test_a_scale_beside_the_slider_is_named_exactly(state) -> None:

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from amp_widgets.widgets.state import RunState
+from amp_widgets.core.run_state import RunState
 from amp_widgets.widgets.status_line import StatusLine, in_force_text
 
 

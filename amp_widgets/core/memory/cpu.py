@@ -44,15 +44,13 @@ class CpuMeter:
         Seconds; for tests.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._step: _StepMode | None = None
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._clock = clock
         self._storages = LiveStorages()
-        self._model_is_compiled = False
+        self._why_not: str | None = None
         self.overall_peak_bytes = math.nan
         self.unmeasured_steps = 0
         self.unmeasured_because: str | None = None
@@ -61,14 +59,14 @@ class CpuMeter:
 
     @property
     def measured(self) -> bool:
-        """False while the model is compiled."""
-        return not self._model_is_compiled
+        """False while the model is compiled, or on another device than it was."""
+        return self._why_not is None
 
     @property
     def source(self) -> str:
         """How the bytes are obtained, or why they are not, for people."""
-        if self._model_is_compiled:
-            return f"not measured: the model is compiled, and {REASON}"
+        if self._why_not is not None:
+            return f"not measured: {self._why_not}"
         return "live tensor bytes on cpu, counted exactly (dispatch mode)"
 
     def begin(self) -> None:
@@ -77,9 +75,9 @@ class CpuMeter:
         model = self._model() if self._model is not None else None
         if model is None:
             return
-        self._model_is_compiled = is_compiled(model)
-        if self._model_is_compiled:
-            self._skip(f"the model is compiled, and {REASON}")
+        self._why_not = _why_no_longer(model)
+        if self._why_not is not None:
+            self._skip(self._why_not)
             return
         _remove_from_stack(lambda mode: isinstance(mode, _StepMode) and mode.over)
         if torch._C._len_torch_dispatch_stack() > 0:
@@ -161,6 +159,18 @@ def why_no_dispatch_modes() -> str | None:
     for owner, name in needed:
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {owner.__name__}.{name}, which counting needs; torch 2.13 has"
+    return None
+
+
+def _why_no_longer(model: nn.Module) -> str | None:
+    """What made the bytes of a model uncountable since its meter was made, as far as can be told in microseconds."""
+    if is_compiled(model):
+        return f"the model is compiled, and {REASON}"
+    with torch._C.DisableTorchFunction():
+        parameter = next(model.parameters(), None)
+        device = None if parameter is None else parameter.device
+    if device is not None and device.type != "cpu":
+        return f"the model was on the cpu, and is now on {device}"
     return None
 
 

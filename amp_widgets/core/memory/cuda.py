@@ -46,7 +46,7 @@ class CudaMeter:
         self._resets = reset_peak
         self._stats = stats or torch.cuda.memory_stats_as_nested_dict
         self._reset = reset or torch.cuda.reset_peak_memory_stats
-        self._before: dict[torch.device, float] | None = None  # of each device, the peak counter that the step began with
+        self._before: dict[torch.device, float] | None = None  # of each device, the peak that is older than the step
         self._highest: dict[torch.device, float] = {}
         names = ", ".join(str(device) for device in self._devices)
         counter = (
@@ -69,12 +69,12 @@ class CudaMeter:
         for device in self._devices:
             stats = self._stats(device)
             if not stats:
-                before[device] = 0.0  # nothing was ever allocated: what the counter shows later is of this step
+                before[device] = -math.inf  # nothing was ever allocated: what the counter shows later is of this step
                 continue
             peak = self._note(device, stats)
             if self._resets:
                 self._reset(device)
-                peak = 0.0
+                peak = -math.inf
             before[device] = peak
         self._before = before
 

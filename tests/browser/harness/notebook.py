@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ SCREENSHOTS = REPOSITORY / "artifacts" / "screenshots"
 
 # Errors in the browser's console that are not ours, each with the reason. Everything else fails the test.
 NOT_OURS: tuple[tuple[str, str], ...] = ()
+
+AROUND_PX = 200  # JupyterLab's menu, tool bar and status bar, and room around
 
 PANEL = "const app = window.jupyterapp; const panel = app.shell.currentWidget; const notebook = panel.content;"
 
@@ -81,13 +84,21 @@ class Notebook:
         )
 
     def screenshot(self, name: str, of: Locator | None = None) -> Path:
-        """Keep a picture of the page, or of one element, under ``artifacts/screenshots``; its path."""
+        """Keep a picture of the page, or of one element in its full height, under ``artifacts/screenshots``; its path."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{re.sub(r'[^0-9A-Za-z_.-]+', '-', name)}.png"
         if of is None:
             self.page.screenshot(path=path)
-        else:
-            of.screenshot(path=path)
+            return path
+        box, size = of.bounding_box(), self.page.viewport_size
+        assert box is not None, "the element is not on the page"
+        assert size is not None
+        needed = math.ceil(box["height"]) + AROUND_PX
+        if needed > size["height"]:  # JupyterLab scrolls within the page: only a taller page shows all of it
+            self.page.set_viewport_size({"width": size["width"], "height": needed})
+        of.scroll_into_view_if_needed()
+        of.screenshot(path=path)
+        self.page.set_viewport_size(size)
         return path
 
     def scrolls_sideways(self, index: int) -> bool:

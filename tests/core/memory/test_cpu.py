@@ -422,6 +422,16 @@ class TestNoHarm:
         assert torch._C._len_torch_dispatch_stack() == 0
         assert math.isnan(meter.end().allocated_bytes)
 
+    def test_a_model_that_is_moved(self, linear: nn.Linear) -> None:
+        meter = CpuMeter(linear, [])
+        linear.to("meta")
+        assert math.isnan(measure(meter, lambda: None).peak_bytes)
+        assert not meter.measured
+        assert meter.source == "not measured: the model was on the cpu, and is now on meta"
+        linear.to_empty(device="cpu")
+        assert measure(meter, lambda: None).allocated_bytes == W + B
+        assert meter.measured
+
     def test_function_modes_of_the_user_hear_nothing(self, linear: nn.Linear) -> None:
         from torch.overrides import TorchFunctionMode
 

@@ -234,7 +234,8 @@ raise KeyboardInterrupt
 
     def test_a_loop_in_a_function_is_part_of_the_cell_that_calls_it(self, meter: CpuMeter, clock: Clock) -> None:
         names: dict[str, Any] = {"meter": meter, "clock": clock, "torch": torch}
-        exec(compile("def train():\n meter.begin()\n clock.pause()\n torch.zeros(5)\n return meter.end()", "cell 1", "exec"), names)
+        source = "def train():\n meter.begin()\n clock.pause()\n torch.zeros(5)\n return meter.end()"
+        exec(compile(source, "cell 1", "exec"), names)
         cell("cell 2", "assert train().peak_bytes == 32 + 20", **names)
 
     def test_the_next_step_clears_up(self, meter: CpuMeter) -> None:
@@ -398,7 +399,7 @@ class TestCompiled:
     def test_a_hook_of_the_user_stays(self, meter: CpuMeter) -> None:
         from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-        def theirs(hit: bool) -> bool:
+        def theirs(cache_hit: bool) -> bool:
             return True
 
         set_guard_complete_hook(theirs)

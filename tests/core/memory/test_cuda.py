@@ -185,7 +185,6 @@ def test_end_without_begin_and_close(allocator: Allocator) -> None:
 def test_source(allocator: Allocator) -> None:
     assert meter_on(allocator).source == "torch.cuda.memory_stats on cuda:0; torch's peak counter is reset at every step"
     assert meter_on(allocator, CUDA_0, CUDA_1, also_on_cpu=True).source == (
-        "torch.cuda.memory_stats on cuda:0, cuda:1; torch's peak counter is reset at every step; "
-        "bytes on the CPU are not counted"
+        "torch.cuda.memory_stats on cuda:0, cuda:1; torch's peak counter is reset at every step; bytes on the CPU are not counted"
     )
     assert meter_on(allocator).measured
