@@ -17,6 +17,7 @@ from amp_widgets.core.checkpointing import Checkpointing, Layer
 from amp_widgets.core.history import DEFAULT_CAPACITY, History
 from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
+from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
@@ -107,6 +108,7 @@ class LiveLoop:
         self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
 
         self._hooks = Hooks(self)
+        self._watch_forwards = not is_compiled_wrapper(model)
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
         self._finalizer.atexit = False
         self._arm()
@@ -345,6 +347,8 @@ class LiveLoop:
             inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)  # compiled, DDP, DataParallel
             if inner is None or id(inner) not in self._module_ids:
                 return
+        if is_compiled_wrapper(module):
+            self._watch_forwards = False  # torch warns of global hooks at every call of a compiled model
         if not torch.is_grad_enabled():
             if self._open is not None:
                 self._open.inferred = True
@@ -435,7 +439,7 @@ class LiveLoop:
         return known[1]
 
     def _arm(self) -> None:
-        if self._owner is None and not self._closed:
+        if self._watch_forwards and self._owner is None and not self._closed:
             self._hooks.arm_forward()
 
     # ---- requests ---------------------------------------------------------------------------------------------------

@@ -686,3 +686,49 @@ def test_a_background_owner_keeps_others_out(bench: Bench) -> None:
     loop.own(None)
     bench.step()
     assert loop.status().step == 1
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [True, pytest.param(False, marks=pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning"))],  # once, torch's own
+)
+def test_a_compiled_model_is_compiled_once_a_change(whole: bool) -> None:
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    twin = copy.deepcopy(model)
+    fast: Any = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loop = LiveLoop(fast if whole else model, [optimizer])
+    assert loop.compiled is whole
+    x = torch.randn(3, 4)
+    counts = []
+    for names in ([], [], ["0", "2"], ["0", "2"], [], []):
+        loop.request(checkpointed=names)
+        losses = []
+        for run, used, scaler in ((fast, optimizer, loop.scaler), (twin, other, torch.amp.GradScaler("cpu", enabled=False))):
+            used.zero_grad()
+            with loop.autocast() if run is fast else torch.autocast("cpu", enabled=False):
+                loss = run(x).square().sum()
+            scaler.scale(loss).backward()
+            scaler.step(used)
+            scaler.update()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        counts.append(len(compiled))
+    assert counts[0] == counts[1]  # nothing is compiled for the session's own sake
+    assert counts[2] == counts[3]
+    assert counts[4] == counts[5]
+    columns = loop.history.columns("peak_bytes")
+    assert np.isnan(columns["peak_bytes"]).all()
+    if whole:
+        assert "compile" in loop.memory_source
+    loop.close()
+    torch._dynamo.reset()
