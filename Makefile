@@ -71,10 +71,10 @@ browser: $(VENV)/.dev browser-needs
 # Debian's Chromium, where it is missing and we may install it. Elsewhere the tests say what is missing.
 browser-needs:
 	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing chromium for the browser tests"; export DEBIAN_FRONTEND=noninteractive; \
-	    { apt-get -q update; apt-get -qy install --no-install-recommends chromium fonts-dejavu-core; } >/tmp/chromium-install.$$$$ 2>&1 </dev/null \
-	        || { tail -n 5 /tmp/chromium-install.$$$$; echo "chromium could not be installed"; }; \
-	    rm -f /tmp/chromium-install.$$$$; \
+	    echo "installing chromium for the browser tests"; export DEBIAN_FRONTEND=noninteractive; log=$$(mktemp); \
+	    { apt-get -q update; apt-get -qy install --no-install-recommends chromium fonts-dejavu-core; } >$$log 2>&1 </dev/null \
+	        || { tail -n 5 $$log; echo "chromium could not be installed"; }; \
+	    rm -f $$log; \
 	fi
 
 # On a machine with a GPU, which may have no .venv, no Jupyter and other versions than the pinned ones: warnings are shown, not errors.

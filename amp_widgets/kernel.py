@@ -79,9 +79,11 @@ class CommPump:
         """
         if threading.get_ident() != self._thread_id or self._clock() < self._next_look_s:
             return
-        assert self._shell is not None
+        shell = self._shell
+        if shell is None:  # closed on another thread this very moment
+            return
         try:
-            self._shell.handle_waiting()
+            shell.handle_waiting()
         except Exception as error:  # never a callback's: those are caught where they are called
             self._give_up(error)
         self._next_look_s = self._clock() + self._interval_s
@@ -93,7 +95,8 @@ class CommPump:
             shell.detach()
 
     def _give_up(self, error: Exception) -> None:
-        self.close()
+        with suppress(Exception):  # it may fail for the same reason
+            self.close()
         version = getattr(sys.modules.get("ipykernel"), "__version__", "of unknown version")
         self._why_not = (
             f"controls take effect when the cell ends; use Start, or %amp set (ipykernel {version} is not built as expected: "
@@ -121,9 +124,13 @@ def on_interrupt(callback: Callable[[], None]) -> Callable[[], None]:
         is between cells. Outside a kernel nothing is installed: there the interrupt already reaches the main thread.
     """
     kernel = _kernel()
-    if kernel is None or getattr(kernel, "io_loop", None) is None:
+    if kernel is None:
         return lambda: None
-    return _interrupts_of(kernel).add(callback)
+    try:
+        interrupts = _interrupts_of(kernel)
+    except AttributeError:  # a kernel of another make: its stop button does what it always did
+        return lambda: None
+    return interrupts.add(callback)
 
 
 _Frames = Sequence[Any]  # of zmq.Frame: one message, as it comes off the socket
@@ -151,7 +158,7 @@ def _interrupts_of(kernel: Any) -> _Interrupts:
 class _Message(NamedTuple):
     frames: _Frames
     identity: Any  # the client's, for the reply
-    content: dict[str, Any]  # header, content, buffers, ...: as the kernel's handlers expect it
+    fields: dict[str, Any]  # header, content, buffers, ...: as the kernel's handlers expect it
 
 
 class _MainShell:
@@ -263,9 +270,9 @@ class _MainShell:
 
     def _handle(self, message: _Message, hold: _InterruptHold) -> None:
         """What the kernel does for one message, without its lock and its signal handlers."""
-        kernel, header = self._kernel, message.content["header"]
+        kernel, header = self._kernel, message.fields["header"]
         try:
-            kernel.set_parent(message.identity, message.content, channel="shell")
+            kernel.set_parent(message.identity, message.fields, channel="shell")
             kernel._publish_status("busy", "shell")
             if self._read_ahead.pop(header["msg_id"], None) is not None:
                 self._handled.add(header["msg_id"])
@@ -274,7 +281,7 @@ class _MainShell:
             try:
                 with _without_cell_events(kernel.shell):
                     handler = kernel.shell_handlers[header["msg_type"]]
-                    result = hold.released(handler, self._reply_to, message.identity, message.content)
+                    result = hold.released(handler, self._reply_to, message.identity, message.fields)
                     if inspect.iscoroutine(result):
                         _run_to_end(result)
             except Exception:
@@ -290,13 +297,13 @@ class _MainShell:
         session = self._kernel.session
         try:
             identity, rest = session.feed_identities(frames, copy=False)
-            message = session.deserialize(rest, content=False, copy=False)  # with its content it could not be read a second time
-            if message["header"]["msg_type"] not in PUMPED_MESSAGES:
+            fields = session.deserialize(rest, content=False, copy=False)  # with its content it could not be read a second time
+            if fields["header"]["msg_type"] not in PUMPED_MESSAGES:
                 return None
-            message["content"] = session.unpack(message["content"])
+            fields["content"] = session.unpack(fields["content"])
         except Exception:
             return None
-        return _Message(frames, identity, message)
+        return _Message(frames, identity, fields)
 
     def _on_its_thread(self, function: Callable[[], None]) -> None:
         if threading.get_ident() == self.thread_id:
@@ -328,7 +335,7 @@ class _MainShell:
 
     def _note(self, message: _Message) -> None:
         if self._restore_should_handle is not None:  # else nothing would keep the kernel from handling it again
-            self._read_ahead[message.content["header"]["msg_id"]] = message
+            self._read_ahead[message.fields["header"]["msg_id"]] = message
 
     def _should_handle(self, stream: Any, message: Any, identity: Any) -> Any:
         """Stands in for the kernel's method, which exists to decline messages, and which every shell calls on its own thread."""

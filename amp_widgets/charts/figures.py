@@ -79,8 +79,8 @@ def _data(trace: Mapping[str, Any], series: Mapping[str, Points], events: Sequen
     x, y = lone(series[name]) if part == "lone" else series[name]
     if name == "not_finite":
         return {"x": x, "y": np.full(x.shape, look.TOP_EDGE), "text": [_not_finite_text(code) for code in y]}
-    # Without points it has no place in the legend.
-    return {"x": x, "y": y} | ({"visible": False} if np.isnan(y).all() else {})
+    # Without any point it has no place in the legend; but it stays, as it is what its axis is there for.
+    return {"x": [], "y": []} if np.isnan(y).all() else {"x": x, "y": y}
 
 
 def _not_finite_text(code: float) -> str:

@@ -65,7 +65,7 @@ def line_shape(flag: Flag, *, colour: str, plot_height_px: float) -> dict[str, A
         "x1": flag.step,
         "y0": 0,
         "y1": 1 + above_px / plot_height_px,
-        "layer": "below",
+        "layer": "above",
         "line": {"color": colour, "width": 1, "dash": "dot"},
     }
 

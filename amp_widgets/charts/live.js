@@ -7,7 +7,7 @@ const UNSEEN_ANSWER_MS = 1000;
 const ZOOM_REST_MS = 150;
 const NARROWEST_GAP_PX = 1.5;
 const MARK_PX = 6;
-const CONFIG = { displaylogo: false, responsive: false, showTips: false };
+const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "" };
 const LOADED = Symbol.for("amp_widgets.plotly");
 
 export default () => {
@@ -238,7 +238,7 @@ class View {
 
   picture(width) {
     const theme = this.spec.themes[isDark() ? "dark" : "light"];
-    const layout = structuredClone(theme.layout);
+    const layout = { ...structuredClone(theme.layout), width };
     const range = this.shownSteps();
     const plotWidth = width - layout.margin.l - layout.margin.r;
     const narrowest = (NARROWEST_GAP_PX * (range[1] - range[0])) / Math.max(plotWidth, 1);
@@ -248,11 +248,10 @@ class View {
       const marks = name === "not_finite" || name === "skipped";
       lines[name] = marks ? slim({ x, y }, range, plotWidth / MARK_PX) : slim(bridged(x, y, narrowest), range, plotWidth);
     }
-    const traces = theme.traces.map((trace) => this.filled(trace, lines, range, plotWidth)).filter((trace) => trace.x.length);
+    const traces = theme.traces.map((trace) => this.filled(trace, lines, range, plotWidth)).filter((trace) => trace.x.length || trace.meta.part === "line"); // a line's axis needs it
     this.setAxes(layout, lines, range);
     this.addFlags(layout, theme, range, plotWidth);
     this.setColours(layout);
-    layout.width = width;
     layout.datarevision = this.draws;
     layout.uirevision = `follow ${this.follows}`; // must be truthy
     layout.yaxis.uirevision = `${layout.uirevision} ${this.logLoss}`;
@@ -299,6 +298,10 @@ class View {
       layout.annotations.find((annotation) => annotation.name === `note ${name}`).visible = empty;
     }
     if (this.logLoss) Object.assign(layout.yaxis, { type: "log", exponentformat: "power", dtick: undefined });
+    const plotWidth = layout.width - layout.margin.l - layout.margin.r;
+    const named = (name) => layout.annotations.find((annotation) => annotation.name === name);
+    named("title memory").text = wrapped(named("title memory").text, plotWidth / this.spec.flags.character_px);
+    named("title step").visible = plotWidth > 480; // else the legend is there
     const now = this.plot._fullLayout;
     const zoomed = now?.yaxis2 && !now.yaxis2.autorange ? now.yaxis2.range : extent(lines.scale.y);
     const span = Math.abs(zoomed[1] - zoomed[0]);
@@ -397,6 +400,7 @@ class View {
     this.requests += 1;
     if (first >= this.run.exactFrom) {
       this.detail = null;
+      this.schedule();
       return;
     }
     const margin = (last - first) / 2; // so that a short pan has something to show
@@ -607,8 +611,18 @@ function isDark() {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
+function wrapped(text, characters) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = lines.at(-1) ? `${lines.at(-1)} ${word}` : word;
+    if (shownLength(longer) <= characters) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines.join("<br>");
+}
+
 function shownLength(label) {
-  return label.replace(/&[^;]+;/g, "x").length;
+  return label.replace(/<[^>]+>/g, "").replace(/&[^;]+;/g, "x").length;
 }
 
 function bytesText(bytes) {

@@ -81,8 +81,15 @@ class TrainingChart(anywidget.AnyWidget):
         super().__init__(memory_source=memory_source, spec=_spec(memory_source), asset=plotly_asset())
         self.on_msg(_received)
 
-    def pull(self, history: HistoryLike) -> bool:
+    def pull(self, history: HistoryLike, *, at_once: bool = False) -> bool:
         """Send what is new in `history`, in one message; does nothing on a closed chart.
+
+        Parameters
+        ----------
+        history
+            What to show; another one than before replaces it.
+        at_once
+            Do not wait for pages to keep up: for the last pull of a run that nobody will pull again.
 
         Returns
         -------
@@ -94,7 +101,7 @@ class TrainingChart(anywidget.AnyWidget):
                 return False
             if history is not self._history:
                 self._history, self._cursor, self._events_read = history, None, 0
-            if not self._pace.may_send():
+            if not (at_once or self._pace.may_send()):
                 return False
             was_empty = self._sequence == 0
             rows, cursor, start_over = history.rows_since(self._cursor, *COLUMNS)

@@ -15,7 +15,7 @@ from amp_widgets.charts.series import LINES
 
 Theme = Literal["light", "dark"]
 HEIGHT_PX = 600
-MARGIN_PX = {"t": flags.FIRST_LANE_PX + flags.LANES * flags.LANE_PX + 4, "b": 40, "l": 64, "r": 34}
+MARGIN_PX = {"t": flags.FIRST_LANE_PX + flags.LANES * flags.LANE_PX + 4, "b": 46, "l": 64, "r": 34}
 PLOT_HEIGHT_PX = HEIGHT_PX - MARGIN_PX["t"] - MARGIN_PX["b"]
 
 
@@ -36,6 +36,8 @@ PLOTS = {
 }
 TOP_EDGE = 0.96
 """Where losses that are not finite are marked, as a part of the height of the loss plot."""
+UNWANTED_BUTTONS = ("select2d", "lasso2d", "sendChartToCloud")
+"""The last one sends all data of the chart to Plotly's server."""
 EVENT_SYMBOLS = {"applied": "triangle-down", "rejected": "x-thin-open", "run": "circle-open", "note": "diamond-open"}
 
 
@@ -89,7 +91,7 @@ def traces(colours: Colours) -> list[dict[str, Any]]:
 
 def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
     """The layout, with a note in each plot that it is empty."""
-    steps: dict[str, Any] = {"title": {"text": "step", "standoff": 6}, "anchor": "y3", "tickformat": ",d", "hoverformat": ",d"}
+    steps: dict[str, Any] = {"anchor": "y3", "tickformat": ",d", "hoverformat": ",d"}
     steps |= {"spikecolor": colours.muted, "spikethickness": 1, "spikedash": "solid"}
     axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "automargin": False}
     legend = {"orientation": "h", "x": 1, "xanchor": "right", "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"}
@@ -109,7 +111,7 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         "hoversubplots": "axis",
         "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text}},
         "dragmode": "zoom",
-        "modebar": {"orientation": "v", "remove": ["select2d", "lasso2d"], "bgcolor": "rgba(0,0,0,0)", "color": colours.muted},
+        "modebar": {"orientation": "v", "remove": list(UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)", "color": colours.muted},
         "showlegend": True,
         "xaxis": axis | steps,
         # Marks at the top edge of the loss, wherever its range is.
@@ -117,16 +119,22 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         "annotations": [],
         "shapes": [],
     }
+    described["legend3"] = legend | {"yref": "container", "y": 0}  # beside the title of the steps: there is room
     titles = {"loss": "<b>loss</b>", "scale": "<b>loss scale</b>", "memory": f"<b>memory</b> · {escaped(memory_source)}"}
+    texts: list[tuple[dict[str, Any], str]] = []
+    texts.append(({"x": 0.5, "y": 0, "yshift": -22, "yanchor": "top", "text": "step", "name": "title step"}, colours.text))
     for name, plot in PLOTS.items():
         bottom, top = plot.domain
         described[plot.axis] = axis | {"domain": list(plot.domain), "showticklabels": False} | own[name]
-        described[_LEGENDS[plot.axis]] = legend | {"y": top}
-        title = {"x": 0, "y": top, "xanchor": "left", "yanchor": "bottom", "text": titles[name], "name": f"title {name}"}
+        if plot.axis in _LEGENDS:
+            described[_LEGENDS[plot.axis]] = legend | {"y": top}
+        title = {"x": 0, "y": top, "xanchor": "left", "yanchor": "bottom", "text": titles[name], "align": "left"}
+        title["name"] = f"title {name}"
         note = {"x": 0.5, "y": (bottom + top) / 2, "text": plot.empty_note, "name": f"note {name}", "visible": True}
-        for text, colour in ((title, colours.text), (note, colours.muted)):
-            font = {"size": 12, "color": colour}
-            described["annotations"].append({"xref": "paper", "yref": "paper", "showarrow": False, "font": font} | text)
+        texts += [(title, colours.text), (note, colours.muted)]
+    for text, colour in texts:
+        font = {"size": 12, "color": colour}
+        described["annotations"].append({"xref": "paper", "yref": "paper", "showarrow": False, "font": font} | text)
     return described
 
 
@@ -137,7 +145,7 @@ def whole_dtick(log2_scale: npt.NDArray[Any]) -> int:
     return max(1, 2 ** math.ceil(math.log2(span / 6))) if span > 0 else 1
 
 
-_LEGENDS = {"yaxis": "legend", "yaxis2": "legend2", "yaxis3": "legend3"}
+_LEGENDS = {"yaxis": "legend", "yaxis2": "legend2"}
 # The titles say what the single lines of the first two plots are.
 _LINES: dict[str, dict[str, Any]] = {
     "loss": {"name": "loss", "yaxis": "y", "hovertemplate": "%{y:.6g}", "showlegend": False},

@@ -220,10 +220,17 @@ def _checkpointed_class(module: nn.Module) -> type[nn.Module]:
         copy_of: Callable[[nn.Module, dict[int, Any]], Any] = original.__deepcopy__  # type: ignore[attr-defined]
         return copy_of(self, memo) if type(self) is not kind else _as_plain(self, original, lambda: copy_of(self, memo))
 
+    def prepare_scriptable(self: nn.Module) -> nn.Module:
+        raise CheckpointingError(
+            f"torch.jit.script: a {original.__name__} in this model is checkpointed, which TorchScript cannot compile; "
+            "switch checkpointing off first"
+        )
+
     body: dict[str, Any] = {  # with the signatures of the original, which some libraries inspect
         "forward": functools.update_wrapper(forward, original.forward, updated=()),
         "__init__": functools.update_wrapper(construct, original.__init__, updated=()),
         "__reduce_ex__": reduce_ex,
+        "__prepare_scriptable__": prepare_scriptable,  # what torch.jit.script asks for
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,

@@ -157,6 +157,8 @@ def _why_not_inside(module: nn.Module, known: dict[int, str | None]) -> str | No
     reason: str | None = None
     if _has_class(module, "torch.distributed", "FSDPModule", "FullyShardedDataParallel"):
         reason = "its parameters are sharded by FSDP, which moves them between forward and recompute"
+    elif any(type(parameter).__name__ == "DTensor" for parameter in module.parameters(recurse=False)):
+        reason = "its parameters are sharded over several processes (DTensor)"
     elif any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
         reason = "it has parameters without a shape yet (a lazy module): run the model once first"
     elif isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.buffers()):

@@ -419,7 +419,9 @@ class LiveLoop:
         step = self._open
         if step is None or loss.numel() != 1 or type(loss) not in (torch.Tensor, nn.Parameter):
             return
-        value = loss.detach().reshape(())
+        value = loss.detach()
+        if value.dim():
+            value = value.reshape(())
         if step.loss is None:
             step.loss = value
         else:

@@ -17,15 +17,17 @@ class Readback:
     Parameters
     ----------
     tensors
-        One-element tensors on any devices; None stands for a value that was not measured.
+        One-element tensors on any devices, numbers that the host knows already, or None for what was not measured.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    __slots__ = ("_events", "_parts", "_values")
+
+    def __init__(self, tensors: Sequence[torch.Tensor | float | None]) -> None:
         self._values: list[float] | None = None
         self._events: list[torch.cuda.Event] = []
         self._parts: list[Callable[[], float]] = []
-        if all(tensor is None or tensor.device.type == "cpu" for tensor in tensors):
-            self._values = [math.nan if tensor is None else host_value(tensor) for tensor in tensors]
+        if all(not isinstance(tensor, torch.Tensor) or tensor.is_cpu for tensor in tensors):
+            self._values = [_at_once(tensor) for tensor in tensors]
             return
         for tensor in tensors:
             self._parts.append(self._start(tensor))
@@ -43,11 +45,9 @@ class Readback:
             self._parts, self._events = [], []
         return self._values
 
-    def _start(self, tensor: torch.Tensor | None) -> Callable[[], float]:
-        if tensor is None:
-            return lambda: math.nan
-        if tensor.device.type == "cpu":
-            value = host_value(tensor)
+    def _start(self, tensor: torch.Tensor | float | None) -> Callable[[], float]:
+        if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
+            value = _at_once(tensor)
             return lambda: value
         if tensor.device.type == "cuda":
             host = torch.empty((), dtype=torch.float64, pin_memory=True)
@@ -66,7 +66,11 @@ def host_value(tensor: torch.Tensor) -> float:
     """The value of a one-element CPU tensor, without ``aten::_local_scalar_dense`` (what a profiler counts as a sync)."""
     if tensor.dtype not in _NUMPY_FLOATS:
         tensor = tensor.float()
-    return float(tensor.reshape(()).numpy())
+    return float((tensor.reshape(()) if tensor.dim() else tensor).numpy())
+
+
+def _at_once(value: torch.Tensor | float | None) -> float:
+    return math.nan if value is None else host_value(value) if isinstance(value, torch.Tensor) else value
 
 
 _NUMPY_FLOATS = frozenset({torch.float32, torch.float64})

@@ -40,9 +40,9 @@ class ScaledStep:
     Attributes
     ----------
     used
-        The scale used in the step, a copy on the device; None when the loss was not scaled.
+        The scale used in the step: a number on a CPU, else a copy on the device; None when the loss was not scaled.
     after
-        The scale after ``update()``, a copy on the device; None when the loss was not scaled.
+        The scale after ``update()``, likewise.
     skipped
         Whether an optimizer's step was skipped, where the host knows already; None where only the device knows.
     found_inf
@@ -52,7 +52,11 @@ class ScaledStep:
     __slots__ = ("after", "found_inf", "skipped", "used")
 
     def __init__(
-        self, used: torch.Tensor | None, after: torch.Tensor | None, skipped: bool | None, found_inf: torch.Tensor | None
+        self,
+        used: torch.Tensor | float | None,
+        after: torch.Tensor | float | None,
+        skipped: bool | None,
+        found_inf: torch.Tensor | None,
     ) -> None:
         self.used = used
         self.after = after
@@ -147,17 +151,17 @@ class LiveScaler(torch.amp.GradScaler):
         if not self._enabled:
             self._finish(ScaledStep(None, None, False, None))
             return
-        used = None if self._scale is None else self._scale.clone()
+        used = None if self._scale is None else _snapshot(self._scale)
         with self._explained(None):
             super().update(new_scale)
         self._clamp()
         assert self._scale is not None  # update() would have raised
         skips = list(self._skipped_by.values())
         if all(isinstance(skip, bool) for skip in skips):
-            self._finish(ScaledStep(used, self._scale.clone(), any(skips), None))
+            self._finish(ScaledStep(used, _snapshot(self._scale), any(skips), None))
         else:
             on_device = [torch.full_like(self._scale, float(skip)) if isinstance(skip, bool) else skip for skip in skips]
-            self._finish(ScaledStep(used, self._scale.clone(), None, _total(on_device)))
+            self._finish(ScaledStep(used, _snapshot(self._scale), None, _total(on_device)))
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether the last step was skipped because of inf or NaN in the gradients.
@@ -296,7 +300,7 @@ class LiveScaler(torch.amp.GradScaler):
         # Without a floor the scale could fall to where its reciprocal is inf: steps are no longer skipped, parameters go NaN.
         low = SMALLEST_SAFE_SCALE if low is None else low
         high = LARGEST_SAFE_SCALE if high is None else high
-        if self._scale.device.type == "cpu" and low <= host_value(self._scale) <= high:
+        if self._scale.is_cpu and low <= host_value(self._scale) <= high:
             return  # a look costs a fifth of the operation
         self._scale.clamp_(low, high)
 
@@ -373,6 +377,10 @@ _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 def _nobody() -> None:
     return None
+
+
+def _snapshot(scale: torch.Tensor) -> torch.Tensor | float:
+    return host_value(scale) if scale.is_cpu else scale.clone()
 
 
 def _total(tensors: list[torch.Tensor]) -> torch.Tensor:

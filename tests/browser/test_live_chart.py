@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,11 +119,15 @@ def test_it_shows_what_the_history_has_in_light_and_dark(open_notebook: OpenNote
     assert sorted(seen["shapes"]) == [300, 600]
     title = "<b>memory</b> · live tensor bytes on cpu, &lt;counted> &amp; exact"
     assert {"fp16", "2 layers checkpointed", title} <= set(seen["annotations"])
-    assert seen["label"].startswith("Training charts: step 999, loss 0.27")
-    assert "20 skipped steps" in seen["label"]
+    newest = 2 * math.exp(-999 / 500) + 0.05 * math.sin(999)
+    summary = f"step 999, loss {newest:.4g}, loss scale 2^15, peak memory 110 MB, 20 skipped steps"
+    assert seen["label"] == f"Training charts: {summary}"
     # The text of the user is text.
     assert root.locator("text=live tensor bytes on cpu, <counted> & exact").count() == 1
     assert notebook.page.evaluate("typeof globalThis.Plotly") == "undefined"
+    buttons = root.evaluate("root => [...root.querySelectorAll('.modebar-btn')].map(one => one.dataset.title)")
+    assert "Download plot as a PNG" in buttons
+    assert not [title for title in buttons if "hare" in title or "loud" in title]
     assert not notebook.scrolls_sideways(1)
     assert seen["width"] <= notebook.output(1).evaluate("area => area.clientWidth")
     light = seen["background"]
@@ -255,3 +260,15 @@ def test_losses_that_break_an_axis_elsewhere(open_notebook: OpenNotebook) -> Non
     assert root.evaluate("root => root.querySelector('.amp-chart-plot')._fullLayout.yaxis.range.every(Number.isFinite)")
     assert "the loss is not scaled" in seen["annotations"]
     notebook.screenshot("live-chart-not-finite", root)
+
+
+def test_a_page_that_missed_a_message_asks_for_everything(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([MAKE, f"{SHOW}\nadd(10); chart.pull(history)"])
+    notebook.run_and_wait(0)
+    notebook.run_and_wait(1)
+    shown(notebook, 9)
+    send = "add(5); chart.send, kept = (lambda *message: None), chart.send; chart.pull(history, at_once=True); chart.send = kept"
+    notebook.kernel.exec(send)
+    notebook.kernel.exec("add(5); chart.pull(history, at_once=True)")
+    root = notebook.page.locator(".amp-chart")
+    notebook.wait_until(lambda: state(root)["lossX"] == list(range(20)), 10, "the missed steps never came")

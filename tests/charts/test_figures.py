@@ -154,7 +154,7 @@ def test_what_is_empty_says_so_and_has_no_ticks() -> None:
     assert {"the loss is not scaled", "not measured"} <= set(texts(fig))
     assert "no finite loss so far" not in texts(fig)
     assert [fig.layout[axis].showticklabels for axis in ("yaxis", "yaxis2", "yaxis3")] == [True, False, False]
-    assert trace(fig, "reserved").visible is False
+    assert len(trace(fig, "reserved").x) == 0
     nothing = training_figure({"step": np.empty(0)}, [], memory_source="x", theme="dark")
     assert {"no finite loss so far", "the loss is not scaled", "not measured"} <= set(texts(nothing))
 
@@ -196,6 +196,10 @@ def test_colours_stand_out(theme) -> None:
         assert contrast(getattr(colours, line), colours.background) >= 3, line
     for text in ("text", "muted"):
         assert contrast(getattr(colours, text), colours.background) >= 4.5, text
+
+
+def test_no_button_sends_the_data_away() -> None:
+    assert "sendChartToCloud" in figure(loss=[1]).layout.modebar.remove
 
 
 def test_a_user_can_go_on_with_it() -> None:

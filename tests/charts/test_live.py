@@ -145,6 +145,17 @@ def test_one_message_for_what_is_new_and_none_when_nothing_is() -> None:
     assert page.head["last_step"] == 4
 
 
+def test_the_last_pull_need_not_wait() -> None:
+    setup = Setup()
+    page = setup.open_page()
+    setup.run(1)
+    setup.pull()
+    setup.run(1)
+    assert not setup.chart.pull(setup.history)
+    assert setup.chart.pull(setup.history, at_once=True)
+    assert page.head["last_step"] == 1
+
+
 def test_every_page_has_the_same_whenever_it_was_opened() -> None:
     setup = Setup()
     pages = [setup.open_page()]

@@ -494,6 +494,8 @@ def test_a_parametrization_can_be_registered_and_removed_while_a_layer_is_on(on_
     assert equal(step(model), step(plain))
     copied = copy.deepcopy(model)
     assert copied[0].weight.shape == (4, 4)  # type: ignore[index]
+    if not on_first:
+        assert_untouched(copied)
     with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
         pickle.dumps(model)  # torch's own answer
     for each in (model, plain):
@@ -569,6 +571,17 @@ def test_tracing_gives_the_plain_graph() -> None:
     torch.jit.save(traced, buffer)
     buffer.seek(0)
     assert torch.equal(torch.jit.load(buffer)(x), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripting_says_that_layers_must_be_off() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    checkpointing = Checkpointing(model)
+    checkpointing.apply(["0"])
+    with pytest.raises(CheckpointingError, match="a Linear in this model is checkpointed, which TorchScript cannot compile"):
+        torch.jit.script(model)
+    checkpointing.close()
+    torch.jit.script(model)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

@@ -193,6 +193,16 @@ class FSDPLinear(nn.Linear):
     """Looks like what ``fully_shard`` makes of a module: a class with FSDPModule among its bases."""
 
 
+class DTensor(torch.Tensor):
+    """Looks like torch's."""
+
+
+def distributed() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(DTensor))
+    return linear
+
+
 FSDPLinear.__bases__ = (type("FSDPModule", (nn.Linear,), {"__module__": "torch.distributed.fsdp._fully_shard._fully_shard"}),)
 
 
@@ -207,6 +217,7 @@ FSDPLinear.__bases__ = (type("FSDPModule", (nn.Linear,), {"__module__": "torch.d
         (lambda: replaced(accelerate=False), "its forward was replaced on the instance (by other code)", True),
         (lambda: nn.LazyLinear(2), "it has parameters without a shape yet (a lazy module)", False),
         (lambda: nn.LazyBatchNorm1d(), "it has parameters without a shape yet (a lazy module)", False),
+        (distributed, "its parameters are sharded over several processes", False),
         (lambda: FSDPLinear(2, 2), "its parameters are sharded by FSDP", False),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "it is a DataParallel wrapper: choose layers inside it", True),
     ],

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from amp_widgets.core import recompute
+from amp_widgets.core import layer_state, recompute
 from amp_widgets.core.checkpointing import Checkpointing, recomputing
 from amp_widgets.errors import CheckpointingError
 
@@ -344,7 +344,7 @@ class Queue(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        assert recompute._SMALL_TENSOR_BYTES < 4 * 6 * 50_000
+        assert layer_state._SMALL_TENSOR_BYTES < 4 * 6 * 50_000
         self.register_buffer("queue", torch.randn(6, 50_000))
         self.register_buffer("table", torch.randn(6, 50_000))
 
@@ -384,7 +384,7 @@ class DropsWithPython(nn.Module):
 
 
 def drop_path(x):
-    return x * float(np.random.binomial(1, 0.5))
+    return (x * float(np.random.binomial(1, 0.5))).exp()
 
 
 class DropsWithNumPy(nn.Module):
@@ -734,6 +734,8 @@ def test_second_backward_through_a_retained_graph() -> None:
 
     assert_same(both(["0", "1", "1.1"], act))
     assert_same(both(["relu", "block.0", "block"], act, InPlace))
+    assert_same(both(["*"], act, lambda: nn.Sequential(*(parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)))))
+    assert_same(both(["*"], act, lambda: nn.Sequential(Counting(), Stateful(), nn.Linear(5, 5))))
 
 
 def test_double_backward() -> None:
@@ -1042,8 +1044,44 @@ def test_a_large_buffer_that_changes_before_the_backward_pass_is_an_error() -> N
     loss = model(torch.randn(3, 6)).sum()
     with torch.no_grad():
         model[0].table.zero_()
-    with pytest.raises(CheckpointingError, match=r"a buffer of shape \(6, 50000\) in a checkpointed layer was overwritten"):
+    with pytest.raises(CheckpointingError, match="'table' in a checkpointed layer was written to between"):
         loss.backward()
+
+
+def test_a_large_buffer_that_a_layer_begins_to_write_to_is_an_error_once() -> None:
+    class Remembers(Queue):
+        def forward(self, x):
+            if self.training:
+                return super().forward(x)
+            return self.linear(x) @ self.queue[:, :4]
+
+    def run(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(3, 6, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembers()).eval()
+    Checkpointing(model).apply(["0"])
+    run(model)
+    model.train()
+    with pytest.raises(CheckpointingError, match="Remembers wrote to its 'queue', which it had not done before"):
+        run(model)
+    twin = copy.deepcopy(model)
+    assert same(run(model), run(twin))
+    assert all(map(same, model.buffers(), twin.buffers()))
+
+
+def test_a_large_buffer_that_is_only_read_is_copied_in_the_first_call_alone() -> None:
+    model = nn.Sequential(Queue())
+    Checkpointing(model).apply(["0"])
+    clones = []
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            model(torch.randn(3, 6)).sum().backward()
+        clones.append(sum(event.name == "aten::clone" and event.input_shapes[0] == [6, 50_000] for event in profile.events()))
+    assert clones == [3, 2, 2]  # both; later the one that is written to; and each time that one for the recompute
 
 
 def test_an_exception_in_the_recompute_leaves_the_modules_as_they_were() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from typing import ClassVar
 
 from torch import nn
 from torch._C._dynamo import eval_frame
@@ -32,25 +34,28 @@ class CompiledCode:
     so may be a loss function. Dynamo calls a hook, one per process, whenever it looks for the compiled form of a frame.
     """
 
-    _watching: set[CompiledCode] = set()  # noqa: RUF012  # shared on purpose, like the hook
+    _watching: ClassVar[set[CompiledCode]] = set()
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # reentrant, as the garbage collector may come to stop one
 
     def __init__(self) -> None:
         self._entered = False
         self._made = _frames_compiled()
-        previous = eval_frame.set_guard_complete_hook(_note_entered)
-        if previous is None or previous is _note_entered:
-            CompiledCode._watching.add(self)
-        else:  # whoever uses the hook compiles, and needs it more
-            eval_frame.set_guard_complete_hook(previous)
-            self._entered = True
+        with CompiledCode._lock:
+            previous = eval_frame.set_guard_complete_hook(_note_entered)
+            if previous is None or previous is _note_entered:
+                CompiledCode._watching.add(self)
+            else:  # whoever uses the hook compiles, and needs it more
+                eval_frame.set_guard_complete_hook(previous)
+                self._entered = True
 
     def stop(self) -> bool:
         """Stop watching, and say whether compiled code may have run; may be called more than once."""
-        CompiledCode._watching.discard(self)
-        if not CompiledCode._watching:
-            previous = eval_frame.set_guard_complete_hook(None)
-            if previous is not _note_entered:
-                eval_frame.set_guard_complete_hook(previous)
+        with CompiledCode._lock:
+            CompiledCode._watching.discard(self)
+            if not CompiledCode._watching:
+                previous = eval_frame.set_guard_complete_hook(None)
+                if previous is not _note_entered:
+                    eval_frame.set_guard_complete_hook(previous)
         return self._entered or _frames_compiled() != self._made
 
 

@@ -123,23 +123,27 @@ class CpuMeter:
         step: _StepMode | None = getattr(self, "_step", None)
         if step is not None:
             step.over = True  # the next op takes it off
+            step.compiled_code.stop()
 
     def _count_state(self, model: nn.Module) -> None:
-        storages = self._storages
-        storages.recount()
-        see = storages.see
+        tensors: list[Any] = []
         with torch._C.DisableTorchFunction():  # a function mode of the user's is not to hear of this
             for module in model.modules():
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        see(parameter, parameter.grad if parameter.is_leaf else None)
+                if module._parameters:
+                    tensors += module._parameters.values()
                 if module._buffers:
-                    see(*module._buffers.values())
+                    tensors += module._buffers.values()
+            tensors += [tensor.grad for tensor in tensors if tensor is not None and tensor.is_leaf]
             for reference in self._optimizers:
                 optimizer = reference()
                 if optimizer is not None:
                     for state in optimizer.state.values():
-                        see(*state.values()) if type(state) is dict else see(state)
+                        if type(state) is dict:
+                            tensors += state.values()
+                        else:
+                            tensors.append(state)
+            self._storages.recount()
+            self._storages.see(*tensors)
 
     def _skip(self, reason: str) -> None:
         self.unmeasured_steps += 1
