@@ -22,6 +22,10 @@ class CheckpointingError(SettingsError):
     """A layer was named that cannot be checkpointed safely; the message says why."""
 
 
+class RecomputeError(AmpWidgetsError, RuntimeError):
+    """A checkpointed layer cannot be recomputed as it was in the forward pass; its gradients would be wrong."""
+
+
 class ModelError(AmpWidgetsError, ValueError):
     """A session cannot be made of this model and this optimizer."""
 

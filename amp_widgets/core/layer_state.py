@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_widgets.errors import CheckpointingError
+from amp_widgets.errors import RecomputeError
 
 Place = tuple[int, str]
 """Where a module has a tensor: the id of the module, and the name of the buffer or attribute."""
@@ -51,7 +51,7 @@ class LayerState:
 
         Raises
         ------
-        CheckpointingError
+        RecomputeError
             When one was written to of which there is no copy, because no earlier call had.
         """
         large = [tensor for tensor in self._tensors.values() if tensor.is_large]
@@ -59,7 +59,7 @@ class LayerState:
         unforeseen = [tensor for tensor in large if tensor.place in written and not tensor.has_copy()]
         self.writes_to = (self.writes_to or frozenset()) | written
         if unforeseen:
-            raise CheckpointingError(
+            raise RecomputeError(
                 f"a checkpointed {self._kind} wrote to its {unforeseen[0].place[1]!r}, which it had not done before, so that its "
                 "forward pass cannot be recomputed: run this step again, or do not checkpoint this layer"
             )
@@ -215,7 +215,7 @@ class _Tensor:
         elif not self.was_written():
             self.now = self._live
         else:
-            raise CheckpointingError(
+            raise RecomputeError(
                 f"{self.place[1]!r} in a checkpointed layer was written to between the layer's forward pass and the backward "
                 "pass, so that the layer cannot be recomputed: do not checkpoint it"
             )

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.core.host_random import HostRandom, draws_on_host
 from amp_widgets.core.layer_state import LayerState, Place, copy_of, modules_of
-from amp_widgets.errors import CheckpointingError
+from amp_widgets.errors import RecomputeError
 
 
 def recomputing() -> bool:
@@ -152,7 +152,7 @@ class _Inputs:
         self._overwritten = {at for at, value in enumerate(values) if _version(value) != self._versions[at]}
         if self._copies is None and self._overwritten:
             self._facts.overwrites_inputs = True
-            raise CheckpointingError(
+            raise RecomputeError(
                 f"a checkpointed {self._facts.kind} overwrote its input in place, which it had not done before, so that "
                 "its forward pass cannot be recomputed: run this step again, or do not checkpoint this layer"
             )
@@ -172,7 +172,7 @@ class _Inputs:
             for at, (value, version) in enumerate(zip(values, self._versions, strict=True))
             if at not in self._overwritten
         ):
-            raise CheckpointingError(
+            raise RecomputeError(
                 f"an input of a checkpointed {self._facts.kind} was overwritten in place after its forward pass, which "
                 "therefore cannot be recomputed: do not checkpoint this layer, or do not overwrite its input"
             )

@@ -35,8 +35,8 @@ class Chart(Protocol):
 
     memory_source: str
 
-    def pull(self, history: Any) -> object:
-        """Show what is new in the history."""
+    def pull(self, history: Any, *, at_once: bool = False) -> object:
+        """Show what is new in the history; `at_once` though the page may not keep up, for the last time."""
 
     def close(self) -> None:
         """Free it."""
@@ -186,19 +186,20 @@ class Dashboard(ipywidgets.Box):
             self._let_go()
         return True
 
-    def _pull_chart(self) -> bool:
+    def _pull_chart(self, *, at_once: bool = False) -> bool:
         """Show the newest rows; whether there were any."""
         if self._source is None:
             return False
         try:
             history = self._source.history_so_far
-            return bool(self._chart.pull(history))
+            return bool(self._chart.pull(history, at_once=at_once))
         except Exception as error:
             self._complaint = f"the chart cannot be drawn: {type(error).__name__}: {error}"
         return True
 
     def _let_go(self) -> None:
         """The session is closed: keep what was shown last, and nothing else."""
+        self._pull_chart(at_once=True)
         self._source = None
         self._status.show_closed()
         for control in self._controls:

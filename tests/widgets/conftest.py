@@ -139,7 +139,7 @@ class FakeChart(ipywidgets.Box):
         self.pulls = 0
         self.was_closed = False
 
-    def pull(self, history: History) -> bool:
+    def pull(self, history: History, *, at_once: bool = False) -> bool:
         self.pulls += 1
         new = history.total_rows != self.rows
         self.rows = history.total_rows
