@@ -313,6 +313,9 @@ class AmpSession(LiveLoop):
                 "The model is compiled: changing checkpointed layers or autocast compiles it anew at the next step, and live "
                 "tensor bytes on a CPU are not counted."
             )
+        gap = self.memory_gap
+        if gap is not None:
+            notes.append(f"The memory of the last step was not measured: {gap}.")
         if self._pump is not None and not self._pump.available:
             notes.append(self._pump.why_not)
         return tuple(notes)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_widgets as aw
 from amp_widgets.errors import DemoError, RunError
@@ -124,3 +125,27 @@ def test_demos_learn_and_leave_the_random_state_alone(name: str) -> None:
     assert losses[-1] < losses[0]
     assert len(session.settings.checkpointed) >= 4
     session.close()
+
+
+def test_a_step_that_could_not_be_measured_is_said(session: AmpSession) -> None:
+    model = session._model
+    assert model is not None
+    (optimizer,) = session._optimizers
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with session.autocast():
+            loss = model(torch.ones(2, 3)).sum()
+        session.scaler.scale(loss).backward()
+        session.scaler.step(optimizer)
+        session.scaler.update()
+
+    step()
+    assert session.dashboard_state().notes == ()
+    with FlopCounterMode(display=False):
+        step()
+    assert session.dashboard_state().notes == (
+        "The memory of the last step was not measured: another dispatch mode was active when the step began.",
+    )
+    step()
+    assert session.dashboard_state().notes == ()

@@ -227,6 +227,14 @@ class LiveLoop:
         return self._meter.source if self.memory_every == 1 else f"{self._meter.source}, on every {self.memory_every}th step"
 
     @property
+    def memory_gap(self) -> str | None:
+        """Why the memory of the newest step is not known although it was to be measured; None when it is."""
+        because = self._meter.unmeasured_because
+        if because is None or self.memory_every != 1 or not math.isnan(self._journal.history(wait=False).last("peak_bytes")):
+            return None
+        return because
+
+    @property
     def compiled(self) -> bool:
         """Whether the model, or a part of it, goes through torch.compile."""
         return self._checkpointing.compiled

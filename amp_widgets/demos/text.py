@@ -108,7 +108,7 @@ def text_session(*, batch_size: int = 16, context: int = 128, seed: int = 0, dev
         torch.manual_seed(seed)
         model = TextGPT(context=context)
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     session = AmpSession(model, optimizer)
     session.fit(
         TextWindows(text, context=context, batch_size=batch_size, steps=500, seed=seed), next_byte_loss, None, start=False

@@ -57,6 +57,7 @@ class CudaMeter:
         rest = "; bytes on the CPU are not counted" if also_on_cpu else ""
         self.source = f"torch.cuda.memory_stats on {names}; {counter}{rest}"
         self.measured = True
+        self.unmeasured_because: str | None = None
 
     @property
     def overall_peak_bytes(self) -> float:

@@ -68,6 +68,10 @@ class MemoryMeter(Protocol):
     def overall_peak_bytes(self) -> float:
         """The highest peak that was seen so far, or NaN."""
 
+    @property
+    def unmeasured_because(self) -> str | None:
+        """Why the last step that was to be measured and was not; None when there is none."""
+
     def begin(self) -> None:
         """Start of a step, on the training thread. A step that was not ended is abandoned."""
 
@@ -94,6 +98,7 @@ class NoMeter:
         self.source = f"not measured: {reason}"
         self.measured = False
         self.overall_peak_bytes = math.nan
+        self.unmeasured_because: str | None = None
 
     def begin(self) -> None:
         """Do nothing."""
