@@ -269,6 +269,9 @@ class AmpSession(LiveLoop):
             self._runner.stop()
             self._runner.join()
             self._runner = None
+        if self._pump is not None:
+            self._pump.close()
+            self._pump = None
         super().close()
 
     def __enter__(self) -> AmpSession:
@@ -316,7 +319,7 @@ class AmpSession(LiveLoop):
         gap = self.memory_gap
         if gap is not None:
             notes.append(f"The memory of the last step was not measured: {gap}.")
-        if self._pump is not None and not self._pump.available:
+        if self._pump is not None and self._pump.why_not:
             notes.append(self._pump.why_not)
         return tuple(notes)
 
