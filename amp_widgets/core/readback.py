@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,46 +20,53 @@ class Readback:
         One-element tensors on any devices, numbers that the host knows already, or None for what was not measured.
     """
 
-    __slots__ = ("_events", "_parts", "_values")
+    __slots__ = ("_events", "_values", "_waiting")
 
     def __init__(self, tensors: Sequence[torch.Tensor | float | None]) -> None:
-        self._values: list[float] | None = None
+        self._values: list[float] = []
+        self._waiting: dict[int, torch.Tensor] = {}  # position → where the value will be
         self._events: list[torch.cuda.Event] = []
-        self._parts: list[Callable[[], float]] = []
-        if all(not isinstance(tensor, torch.Tensor) or tensor.is_cpu for tensor in tensors):
-            self._values = [_at_once(tensor) for tensor in tensors]
-            return
         for tensor in tensors:
-            self._parts.append(self._start(tensor))
+            if tensor is None:
+                self._values.append(math.nan)
+            elif isinstance(tensor, float):
+                self._values.append(tensor)
+            elif tensor.is_cpu:
+                self._values.append(host_value(tensor))
+            else:
+                self._waiting[len(self._values)] = tensor.detach().reshape(())
+                self._values.append(math.nan)
+        if self._waiting:
+            self._start_copies()
 
     def ready(self) -> bool:
         """Whether `values` would return without waiting."""
-        return self._values is not None or all(event.query() for event in self._events)
+        return not self._waiting or all(event.query() for event in self._events)
 
     def values(self) -> list[float]:
         """The values, in the order of the tensors, waiting for the device if need be; NaN where not measured."""
-        if self._values is None:
+        if self._waiting:
             for event in self._events:
                 event.synchronize()
-            self._values = [part() for part in self._parts]
-            self._parts, self._events = [], []
+            for position, place in self._waiting.items():
+                self._values[position] = host_value(place.cpu())
+            self._waiting, self._events = {}, []
         return self._values
 
-    def _start(self, tensor: torch.Tensor | float | None) -> Callable[[], float]:
-        if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
-            value = _at_once(tensor)
-            return lambda: value
-        if tensor.device.type == "cuda":
-            host = torch.empty((), dtype=torch.float64, pin_memory=True)
-            host.copy_(tensor.reshape(()).double(), non_blocking=True)
+    def _start_copies(self) -> None:
+        streams = set()
+        for position, tensor in self._waiting.items():
+            if tensor.device.type == "cuda":
+                place = torch.empty((), dtype=torch.float64, pin_memory=True)
+                place.copy_(tensor, non_blocking=True)
+                streams.add(torch.cuda.current_stream(tensor.device))
+            else:  # other devices offer no event that can be asked: a copy is read when asked for, off the step's path
+                place = tensor.clone()
+            self._waiting[position] = place
+        for stream in streams:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
+            event.record(stream)
             self._events.append(event)
-            return lambda: host_value(host)
-        kept = tensor.reshape(
-            ()
-        ).clone()  # other devices offer no event that can be asked: read when asked for, off the step's path
-        return lambda: host_value(kept.cpu())
 
 
 def host_value(tensor: torch.Tensor) -> float:
@@ -67,10 +74,6 @@ def host_value(tensor: torch.Tensor) -> float:
     if tensor.dtype not in _NUMPY_FLOATS:
         tensor = tensor.float()
     return float((tensor.reshape(()) if tensor.dim() else tensor).numpy())
-
-
-def _at_once(value: torch.Tensor | float | None) -> float:
-    return math.nan if value is None else host_value(value) if isinstance(value, torch.Tensor) else value
 
 
 _NUMPY_FLOATS = frozenset({torch.float32, torch.float64})

@@ -109,8 +109,11 @@ class LiveScaler(torch.amp.GradScaler):
         HalfParametersError
             When the model's own parameters are fp16.
         """
-        with self._explained(optimizer):
+        try:
             super().unscale_(optimizer)
+        except (ValueError, AssertionError) as error:
+            self._explain(error, optimizer)
+            raise
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients have inf or NaN; see ``torch.amp.GradScaler.step``.
@@ -129,8 +132,11 @@ class LiveScaler(torch.amp.GradScaler):
             self._skipped_by[id(optimizer)] = False
             return super().step(optimizer, *args, **kwargs)
         self._skipped_by.pop(id(optimizer), None)
-        with self._explained(optimizer):
+        try:
             result = super().step(optimizer, *args, **kwargs)
+        except (ValueError, AssertionError) as error:
+            self._explain(error, optimizer)
+            raise
         if id(optimizer) not in self._skipped_by:  # a fused optimizer decides on the device
             found = self._found_infs(id(optimizer))
             self._skipped_by[id(optimizer)] = _total(found) if found else False
@@ -152,8 +158,11 @@ class LiveScaler(torch.amp.GradScaler):
             self._finish(ScaledStep(None, None, False, None))
             return
         used = None if self._scale is None else _snapshot(self._scale)
-        with self._explained(None):
+        try:
             super().update(new_scale)
+        except AssertionError as error:
+            self._explain(error, None)
+            raise
         self._clamp()
         assert self._scale is not None  # update() would have raised
         skips = list(self._skipped_by.values())
@@ -327,17 +336,11 @@ class LiveScaler(torch.amp.GradScaler):
         finally:
             self._enabled = enabled
 
-    @contextmanager
-    def _explained(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            if "unscale FP16 gradients" not in str(error):
-                raise
+    def _explain(self, error: Exception, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise our own error where torch's can be explained."""
+        if "unscale FP16 gradients" in str(error):
             raise HalfParametersError(self._explain_half(optimizer)) from error
-        except AssertionError as error:
-            if "No inf checks were recorded" not in str(error):
-                raise
+        if "No inf checks were recorded" in str(error):
             raise NoGradientsError(self._explain_no_gradients(optimizer)) from error
 
     def _explain_half(self, optimizer: torch.optim.Optimizer | None) -> str:
