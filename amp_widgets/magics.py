@@ -73,7 +73,7 @@ class AmpMagics(Magics):
         self._session = session = make()
         name = self._free_name()
         self.shell.push({name: session})
-        print(f"{name} is the AmpSession behind this dashboard: {name}.settings, {name}.request(...), {name}.history, ...")
+        print(f"{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python")
         display(session.dashboard())
 
     def _free_name(self) -> str:
