@@ -37,9 +37,8 @@ class AmpMagics(Magics):
     @line_magic
     def amp(self, line: str) -> None:
         """Mixed precision and activation checkpointing as live switches; ``%amp`` alone shows the help."""
-        words = shlex.split(line)
         try:
-            self._run(words)
+            self._run(_words(line))
         except AmpWidgetsError as error:
             # a mistyped line needs its one sentence, not a traceback through this package
             raise type(error)(str(error)).with_traceback(None) from None
@@ -69,8 +68,9 @@ class AmpMagics(Magics):
             raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of these:\n{HELP}")
 
     def _adopt(self, make: Any) -> None:
+        session = make()
         self.close()  # a cell that is run again must not leave the former run training
-        self._session = session = make()
+        self._session = session
         name = self._free_name()
         self.shell.push({name: session})
         print(f"{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python")
@@ -142,7 +142,8 @@ def _parse(name: str, text: str) -> Any:
     if name == "autocast":
         return text
     if name == "checkpointed":
-        text = text.strip("[]()")
+        if text[:1] + text[-1:] in ("[]", "()"):
+            text = text[1:-1]
         return () if text.lower() in ("", "none") else tuple(part.strip(" '\"") for part in text.split(",") if part.strip())
     lower = text.lower()
     if lower in _WORDS:
@@ -156,6 +157,13 @@ def _parse(name: str, text: str) -> Any:
         raise MagicError(
             f"%amp set {name}: got {text!r}, expected a number such as 0.5, 100 or 2**16, or on, off, none"
         ) from None
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE: {error}") from None
 
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import math
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +37,11 @@ class Training:
         ``loss_fn(model(inputs), targets)`` gives the loss.
     epochs
         How often to go through `batches`; None until stopped.
+
+    Raises
+    ------
+    RunError
+        When `batches`, `loss_fn` or `epochs` cannot be what it is to be.
     """
 
     model: nn.Module
@@ -42,6 +49,24 @@ class Training:
     batches: Iterable[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
     epochs: int | None
+
+    def __post_init__(self) -> None:
+        # not iter(batches): that would start a DataLoader's workers
+        if not isinstance(self.batches, Iterable) and not hasattr(type(self.batches), "__getitem__"):
+            raise RunError(
+                f"fit: batches: got {_called(self.batches)}, expected something to iterate over that yields (inputs, targets); "
+                "pass a DataLoader or a list"
+            )
+        if not callable(self.loss_fn):
+            raise RunError(
+                f"fit: loss_fn: got {_called(self.loss_fn)}, expected a function of (outputs, targets); pass for instance "
+                "torch.nn.functional.cross_entropy"
+            )
+        epochs: object = self.epochs
+        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
+            raise RunError(
+                f"fit: epochs: got {_called(epochs)}, expected an int of at least 1, or None; pass None to train until stopped"
+            )
 
 
 class Runner:
@@ -57,7 +82,7 @@ class Runner:
     training
         What to train.
     on_end
-        Called on the training thread when a run has ended, however it did.
+        Called on the training thread when a run has ended, however it did; the next run waits for its return.
     """
 
     def __init__(self, loop: LiveLoop, training: Training, *, on_end: Callable[[], None] | None = None) -> None:
@@ -72,6 +97,9 @@ class Runner:
         self._steps_allowed = 0
         self._resetting = False
         self._thread: threading.Thread | None = None
+        # Not Thread.join: up to Python 3.12 one that was interrupted takes the thread for dead ever after.
+        self._over = threading.Event()
+        self._over.set()
         self._error: BaseException | None = None
         self.error_text: str | None = None
         self.samples = 0
@@ -83,31 +111,36 @@ class Runner:
         return self._state
 
     def start(self) -> None:
-        """Start training from the present weights, or resume when paused.
+        """Start training from the present weights, or go on when paused.
+
+        A run that was asked to stop is first given a few seconds to end.
 
         Raises
         ------
         RunError
-            When it is running already.
+            When it is running already, or still in the step after which it stops.
         """
+        self._let_it_stop()
         with self._changed:
-            if self._state == "paused":
+            self._expect_not_stopping("start")
+            if self._state in ALIVE and self._pausing:
                 self._resume()
-                return
-            if self._state == "running":
+            elif self._state == "running":
                 raise RunError("start: the run is running already; pause or stop it first")
-            self._launch(steps_allowed=0, pausing=False)
+            else:
+                self._launch("start", steps_allowed=0, pausing=False)
 
     def pause(self) -> None:
-        """Pause at the next boundary.
+        """Pause at the next boundary; nothing happens when it is paused.
 
         Raises
         ------
         RunError
-            When it is not running.
+            When no run is alive.
         """
         with self._changed:
-            self._expect("pause", "running", "start it first")
+            if self._state not in ALIVE:
+                raise RunError(f"pause: the run is {self._state}, expected running; start it first")
             self._pausing = True
 
     def resume(self) -> None:
@@ -116,25 +149,35 @@ class Runner:
         Raises
         ------
         RunError
-            When it is not paused.
+            When it is not paused, or was asked to stop.
         """
         with self._changed:
-            if self._state == "running" and self._pausing:
-                self._pausing = False
-                return
-            self._expect("resume", "paused", "use start")
+            self._expect_not_stopping("resume")
+            if self._state not in ALIVE or not self._pausing:
+                hint = "it goes on already" if self._state == "running" else "use start"
+                raise RunError(f"resume: the run is {self._state}, expected paused; {hint}")
             self._resume()
 
     def single_step(self) -> None:
-        """Train one step, then pause; starts the run when it is not."""
+        """Train one step, then pause; starts the run when it is not.
+
+        A run that was asked to stop is first given a few seconds to end.
+
+        Raises
+        ------
+        RunError
+            When it is running, or still in the step after which it stops.
+        """
+        self._let_it_stop()
         with self._changed:
+            self._expect_not_stopping("single_step")
             if self._state == "running" and not self._pausing:
                 raise RunError("single_step: the run is running; pause it first")
             if self._state in ALIVE:
                 self._steps_allowed += 1
                 self._changed.notify_all()
             else:
-                self._launch(steps_allowed=1, pausing=True)
+                self._launch("single_step", steps_allowed=1, pausing=True)
 
     def stop(self) -> None:
         """Stop at the next boundary; nothing happens when no run is alive."""
@@ -145,14 +188,14 @@ class Runner:
     def reset(self) -> None:
         """Put back the weights, the optimizers' and the scaler's state that the run was made with.
 
-        While a run is alive it happens at the next boundary, on its thread. Steps and history go on counting.
+        While a run is alive it happens at the next boundary or when it ends, on its thread. Steps and history go on counting.
         """
         with self._changed:
             if self._state in ALIVE:
                 self._resetting = True
                 self._changed.notify_all()
-                return
-        self._restore()
+            else:
+                self._restore()  # with the lock held: no run can begin meanwhile
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended.
@@ -172,48 +215,72 @@ class Runner:
         BaseException
             What the user's model, data or loss raised in the run; once.
         KeyboardInterrupt
-            On an interrupt, after the run was stopped.
+            On an interrupt, after the run was stopped and has ended; at once on a second one.
         """
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            try:
-                thread.join(timeout_s)
-            except KeyboardInterrupt:
-                self.stop()
-                thread.join()
-                raise
-            if thread.is_alive():
-                return False
+        if not self._wait_until_over(timeout_s):
+            return False
         error, self._error = self._error, None
         if error is not None:
             raise error
         return True
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the thread has ended, whatever it raised; call `stop` before."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
+        """Wait until the run has ended, whatever it raised; call `stop` before. Interrupts are as in `wait`."""
+        if self._wait_until_over(timeout_s) and self._thread is not None:
+            self._thread.join()  # it only has to return
+
+    def _wait_until_over(self, timeout_s: float | None) -> bool:
+        if self._thread is threading.current_thread():
+            return self._over.is_set()
+        try:
+            return _wait_for(self._over, timeout_s)
+        except KeyboardInterrupt:
+            self.stop()
+            _wait_for(self._over, None)
+            raise
+
+    def _let_it_stop(self) -> None:
+        if self._stopping and self._state in ALIVE and self._thread is not threading.current_thread():
+            _wait_for(self._over, _STOPPING_S)
 
     # ---- on the training thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        loop = self._loop
-        loop.own(threading.get_ident())
-        ended: RunState = "finished"
         try:
-            ended = self._train()
-        except BaseException as error:  # the user's code may raise anything; it is kept for wait()
-            ended = "failed"
-            self.error_text = "".join(traceback.format_exception(error)).rstrip()
-            self._error = _without_frames(error, self.error_text)
-            del error
-        finally:
-            loop.abandon_step()
-            loop.own(None)
-            self._enter(ended)
+            self._end(self._train_and_keep_the_error())
             if self._on_end is not None:
                 self._on_end()
+        finally:
+            self._over.set()  # the very last: who waits for it may let go of the model
+
+    def _train_and_keep_the_error(self) -> RunState:
+        loop = self._loop
+        loop.own(threading.get_ident())
+        try:
+            try:
+                return self._train()
+            finally:
+                loop.abandon_step()
+        except BaseException as error:  # the user's code may raise anything; it is kept for wait()
+            return self._fail(error)
+
+    def _end(self, ended: RunState) -> None:
+        while True:
+            with self._changed:
+                if not self._resetting:  # seen and entered under one lock: a reset comes before the end or finds no run
+                    self._loop.own(None)
+                    self._enter(ended)
+                    return
+            try:
+                self._reset_now()
+            except BaseException as error:
+                ended = self._fail(error)
+
+    def _fail(self, error: BaseException) -> RunState:
+        if self._error is None:  # the first is what went wrong
+            self.error_text = "".join(traceback.format_exception(error)).rstrip()
+            self._error = _without_frames(error, self.error_text)
+        return "failed"
 
     def _train(self) -> RunState:
         training = self._training
@@ -257,7 +324,7 @@ class Runner:
         """Whether to train a step now; waits here while paused. False when to stop."""
         while True:
             with self._changed:
-                resetting, self._resetting = self._resetting, False
+                resetting = self._resetting
                 if not resetting:
                     if self._stopping:
                         return False
@@ -266,48 +333,57 @@ class Runner:
                     if self._steps_allowed > 0:
                         self._steps_allowed -= 1
                         return True
+                    self._enter("paused")  # under the lock that it was decided under: a resume comes before or after both
             if resetting:
-                self._restore()
+                self._reset_now()
                 continue
-            self._enter("paused")
             self._loop.apply_pending()  # between steps, on this thread: no need to let it wait for the resume
             with self._changed:
                 if not (self._stopping or self._resetting or self._steps_allowed or not self._pausing):
                     self._changed.wait(_PAUSED_LOOK_S)  # a request does not notify: look now and then
 
-    def _enter(self, state: RunState) -> None:
+    def _reset_now(self) -> None:
         with self._changed:
-            if state == self._state:
-                return
-            self._state = state
-        self._loop.record_event("run", _SENTENCES[state], state=state)
+            self._resetting = False
+        self._restore()
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 
-    def _expect(self, verb: str, state: RunState, hint: str) -> None:
-        if self._state != state:
-            raise RunError(f"{verb}: the run is {self._state}, expected {state}; {hint}")
+    def _enter(self, state: RunState, sentence: str | None = None) -> None:
+        if state != self._state:
+            self._state = state
+            self._loop.record_event("run", sentence or _SENTENCES[state], state=state)
+
+    def _expect_not_stopping(self, verb: str) -> None:
+        if self._stopping and self._state in ALIVE:
+            raise RunError(f"{verb}: the run was asked to stop and is in its last step; wait for it: session.wait(), then start")
 
     def _resume(self) -> None:
         self._pausing = False
-        self._state = "running"
+        self._steps_allowed = 0
+        self._enter("running", "resumed")
         self._changed.notify_all()
-        self._loop.record_event("run", "resumed", state="running")
 
-    def _launch(self, *, steps_allowed: int, pausing: bool) -> None:
+    def _launch(self, verb: str, *, steps_allowed: int, pausing: bool) -> None:
         if self._loop.closed:
-            raise RunError("start: the session was closed; make a new AmpSession")
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join()  # it has entered its last state and only has to return
+            raise RunError(f"{verb}: the session was closed; make a new AmpSession")
+        self._over.wait()  # the last run has entered its last state and only has to return
         self._error = self.error_text = None
-        self._stopping = False
+        self._stopping = self._resetting = False
         self._pausing = pausing
         self._steps_allowed = steps_allowed
-        self._state = "running"
-        self._loop.record_event("run", _SENTENCES["running"], state="running")
         self._thread = threading.Thread(target=self._run, name="amp_widgets training", daemon=True)
+        self._over.clear()
+        before = self._state
+        self._enter("running")
         _end_at_exit(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: nothing would ever end this run
+            self._thread = None
+            self._enter(before)
+            self._over.set()
+            raise
 
     def _restore(self) -> None:
         _restore(self._loop, self._training, self._first)
@@ -316,6 +392,8 @@ class Runner:
 
 _PAUSED_LOOK_S = 0.05
 _EXIT_S = 5.0
+_STOPPING_S = 5.0
+_SLICE_S = 0.2
 
 _started: weakref.WeakSet[Runner] = weakref.WeakSet()
 
@@ -334,7 +412,17 @@ def _end_all() -> None:
         runner.join(_EXIT_S)
 
 
+def _wait_for(event: threading.Event, timeout_s: float | None) -> bool:
+    # in slices, because on Windows Ctrl-C does not come through while a lock is waited for
+    until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while not event.wait(min(_SLICE_S, max(0.0, until_s - time.monotonic()))):
+        if time.monotonic() >= until_s:
+            return False
+    return True
+
+
 _SENTENCES: Mapping[str, str] = {
+    "ready": "ready",
     "running": "started",
     "paused": "paused",
     "stopped": "stopped",
@@ -377,8 +465,12 @@ def _on_cpu(value: Any) -> Any:
             copied._metadata = value._metadata  # type: ignore[attr-defined]
         return copied
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_cpu(item) for item in value)
+        return _sequence_like(value, [_on_cpu(item) for item in value])
     return copy.deepcopy(value)
+
+
+def _called(value: object) -> str:
+    return repr(value) if isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
 
 
 def _moved(batch: Any, device: torch.device) -> tuple[Any, Any]:
@@ -393,11 +485,32 @@ def _moved(batch: Any, device: torch.device) -> tuple[Any, Any]:
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    move = getattr(value, "to", None)
+    if callable(move):  # a PackedSequence, a BatchEncoding: they know best
+        moved = move(device)
+        return value if moved is None else moved
     if isinstance(value, Mapping):
-        return {key: _to(item, device) for key, item in value.items()}
+        return _mapping_like(value, {key: _to(item, device) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
-        return type(value)(_to(item, device) for item in value)
+        return _sequence_like(value, [_to(item, device) for item in value])
     return value
+
+
+def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    make: Any = type(like)
+    try:
+        made: Mapping[Any, Any] = make(items)
+    except TypeError:  # made from something else, as a defaultdict is
+        if not isinstance(like, dict):
+            return items
+        copied = copy.copy(like)
+        copied.update(items)
+        return copied
+    return made
+
+
+def _sequence_like(like: Any, items: list[Any]) -> Any:
+    return type(like)._make(items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _samples(inputs: Any) -> int:

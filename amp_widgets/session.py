@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from amp_widgets import kernel
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.run_state import ALIVE, RunState
-from amp_widgets.errors import MissingExtraError, RunError
+from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError
 from amp_widgets.runner import Runner, Training, last_lines
 from amp_widgets.widgets.state import DashboardState
 
@@ -79,6 +79,7 @@ class AmpSession(LiveLoop):
         self._model_type = type(model).__name__
         self._runner: Runner | None = None
         self._in_cell = False
+        self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
         self._pump: kernel.CommPump | None = None
         global _newest
@@ -105,22 +106,21 @@ class AmpSession(LiveLoop):
 
         if self.run_state in ALIVE:
             raise RunError("steps: a background run is alive; stop it first: session.stop(); session.wait()")
-        if epochs > 1 and iter(batches) is batches:
+        if epochs > 1 and isinstance(batches, Iterator):
             raise RunError(
                 f"steps: got an iterator, which is used up after one epoch, and epochs={epochs}; pass a DataLoader or a list"
             )
-        self.abandon_step()  # what an interrupted loop may have left open
+        self.recover()
         self._in_cell = True
-        length = len(batches) * epochs if isinstance(batches, Sized) else None
         try:
-            with tqdm(total=length, unit="step") as bar:
+            with tqdm(total=_length(batches, epochs), unit="step") as bar:
                 for _ in range(epochs):
                     for batch in batches:
                         yield batch
                         bar.update()
         finally:
             self._in_cell = False
-            self.abandon_step()
+            self.break_off_step()  # a last, incomplete accumulation may go on after the loop
 
     @property
     def last_step_skipped(self) -> bool:
@@ -128,7 +128,11 @@ class AmpSession(LiveLoop):
 
         ``if not session.last_step_skipped: scheduler.step()``. With a fused optimizer on CUDA it waits for the device.
         """
-        return self.scaler.step_was_skipped()
+        if not self.closed:
+            return self.scaler.step_was_skipped()
+        # the scaler is a plain one now, which does not tell; a skip lowers its scale
+        before, self._last_scale = self._last_scale, self.scaler.get_scale()
+        return self._last_scale < before
 
     # ---- the loop on a thread ---------------------------------------------------------------------------------------
 
@@ -161,7 +165,7 @@ class AmpSession(LiveLoop):
             After `close`.
         """
         if self._model is None:
-            raise RunError("fit: the session was closed; make a new AmpSession")
+            raise SessionClosedError("fit: the session was closed; make a new AmpSession")
         if not self._optimizers:
             raise RunError("fit: the session has no optimizer, expected AmpSession(model, optimizer)")
         if self.run_state in ALIVE:
@@ -273,6 +277,7 @@ class AmpSession(LiveLoop):
             self._pump.close()
             self._pump = None
         super().close()
+        self._last_scale = self.scaler.get_scale()
 
     def __enter__(self) -> AmpSession:
         return self
@@ -287,6 +292,8 @@ class AmpSession(LiveLoop):
     # ---- private ----------------------------------------------------------------------------------------------------
 
     def _prepared(self, verb: str) -> Runner:
+        if self.closed:
+            raise SessionClosedError(f"{verb}: the session was closed; make a new AmpSession")
         if self._runner is None:
             raise RunError(f"{verb}: there is no background run; prepare one with session.fit(dataloader, loss_fn)")
         return self._runner
@@ -333,6 +340,13 @@ def newest_session() -> AmpSession | None:
     """The session made last, if it is still there and open."""
     session = None if _newest is None else _newest()
     return None if session is None or session.closed else session
+
+
+def _length(batches: Iterable[Any], epochs: int) -> int | None:
+    try:
+        return len(batches) * epochs  # type: ignore[arg-type]  # asked, not assumed
+    except TypeError:  # a generator, or a DataLoader over an IterableDataset
+        return None
 
 
 def _as_tuple(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> tuple[torch.optim.Optimizer, ...]:

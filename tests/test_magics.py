@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
-from amp_widgets.errors import DemoError, LayerError, MagicError, SettingsError
+from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, SettingsError
 from amp_widgets.magics import parse_settings
 from amp_widgets.session import AmpSession, newest_session
 
@@ -144,3 +144,25 @@ def test_unloading_takes_the_magic_away_and_closes() -> None:
     with pytest.raises(UsageError, match="amp"):
         shell.run_line_magic("amp", "")
     InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize("line", ["demo digts", "no_parameters", "optim"])
+def test_a_mistyped_line_leaves_the_running_session(shell: Any, line: str) -> None:
+    put_model(shell)
+    shell.push({"no_parameters": nn.ReLU()})
+    shell.run_line_magic("amp", "net optim")
+    session = shell.user_ns["session"]
+    with pytest.raises((MagicError, DemoError, ModelError)):
+        shell.run_line_magic("amp", line)
+    assert not session.closed
+
+
+def test_an_open_quotation_is_ours_to_explain(shell: Any) -> None:
+    with pytest.raises(MagicError, match="No closing quotation"):
+        shell.run_line_magic("amp", "set checkpointed='0")
+
+
+def test_brackets_of_globs_are_kept() -> None:
+    assert parse_settings(["checkpointed=layers.[02]"]) == {"checkpointed": ("layers.[02]",)}
+    assert parse_settings(["checkpointed=[02]*"]) == {"checkpointed": ("[02]*",)}
+    assert parse_settings(["checkpointed=['a','b']"]) == {"checkpointed": ("a", "b")}

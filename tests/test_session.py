@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_widgets as aw
-from amp_widgets.errors import DemoError, RunError
+from amp_widgets.errors import DemoError, RunError, SessionClosedError
 from amp_widgets.session import AmpSession, newest_session
 
 
@@ -51,7 +51,7 @@ def test_leaving_the_loop_early_closes_the_open_step(session: AmpSession) -> Non
             with session.autocast():
                 model(torch.randn(2, 3))
             break
-    assert not session.step_in_progress
+    assert not session.step_in_progress  # nothing was scaled: nothing is left of it
 
 
 def test_last_step_skipped_guards_a_scheduler(session: AmpSession) -> None:
@@ -149,3 +149,46 @@ def test_a_step_that_could_not_be_measured_is_said(session: AmpSession) -> None:
     )
     step()
     assert session.dashboard_state().notes == ()
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(4.0))
+
+
+def test_steps_over_a_dataset_without_a_length(session: AmpSession) -> None:
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    with redirect_stderr(io.StringIO()):
+        assert [x.item() for x in session.steps(loader, epochs=2)] == [0.0, 1.0, 2.0, 3.0] * 2
+
+
+def test_steps_draw_no_random_number_of_their_own(session: AmpSession) -> None:
+    loader = torch.utils.data.DataLoader(list(range(6)), shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
+    torch.manual_seed(3)
+    expected = [int(x) for _ in range(2) for x in loader]
+    torch.manual_seed(3)
+    with redirect_stderr(io.StringIO()):
+        assert [int(x) for x in session.steps(loader, epochs=2)] == expected
+
+
+def test_last_step_skipped_goes_on_after_close(session: AmpSession) -> None:
+    model = session._model
+    assert model is not None
+    (optimizer,) = session._optimizers
+    session.request(autocast="fp16", init_scale=2.0**8)
+    told = []
+    for step, factor in enumerate((1.0, math.inf, 1.0, math.inf, 1.0)):
+        if step == 2:
+            session.close()
+        optimizer.zero_grad()
+        with session.autocast():
+            loss = model(torch.ones(2, 3)).float().sum() * factor
+        session.scaler.scale(loss).backward()
+        session.scaler.step(optimizer)
+        session.scaler.update()
+        told.append(session.last_step_skipped)
+    assert told == [False, True, False, True, False]
+    with pytest.raises(SessionClosedError, match="start: the session was closed"):
+        session.start()
+    with pytest.raises(SessionClosedError, match="fit: the session was closed"):
+        session.fit([], nn.functional.cross_entropy)

@@ -58,15 +58,22 @@ class History:
     Parameters
     ----------
     capacity
-        Most rows that are kept, at least 4. When they are reached, the oldest half is reduced to half of its resolution.
+        Most rows that are kept, at least 4. When they are reached, the older half of them is reduced; the newer half always has
+        every step.
     extra_columns
         Names of further columns, after those in ``COLUMNS``.
 
     Notes
     -----
-    Reduction makes one row of two neighbours. Of the two the one that was skipped stays, else the one whose loss is not
-    finite, else the later one; whole, so that its step, loss and scale belong together, except that its byte columns are the
-    larger of both, ``step_s`` is the mean, and what it had not measured is taken from the other. Events are never dropped.
+    Reduction brings the whole older half to one resolution, so that a long run stays visible from its beginning: each of its
+    rows stands for the same number of appended rows, its span, except for the newest of them, which the next reduction
+    completes. The span is a power of two. It doubles only when keeping it would free fewer than a sixteenth of the capacity,
+    so reduced rows are spread evenly, and about 7/32 to 7/16 of the capacity. The very first row is never merged.
+
+    Of the rows that become one, those that were skipped go before those whose loss is not finite, and these before others;
+    of equals the latest stays. It stays whole, so that its step, loss and scale belong together, except that its byte columns
+    are the largest of all, ``step_s`` is the mean over the steps, and what it had not measured is taken from another. Events are
+    never dropped.
 
     Appending never waits for a reader: rows once written are not changed in place (reduction makes a new block), so readers
     copy outside of the lock.
@@ -100,6 +107,8 @@ class History:
         self._nothing = dict.fromkeys(self._names, math.nan)
         self._newest_measured = np.full(len(self._names), np.nan)  # of the rows in the block
         self._reductions = 0
+        self._reduced_rows = 0  # the first of the block, from the last reduction
+        self._span = 1  # appended rows that each of them stands for, but for the very first (1) and the last (may lack some)
         self._total_rows = 0
         self._events: list[Event] = []
 
@@ -260,14 +269,30 @@ class History:
         self._room = min(len(self._arrived), self._capacity - self._stored)
 
     def _reduce(self) -> None:
-        """Halve the resolution of the oldest half, in a new block. The lock is held."""
-        pairs = self._stored // 4
-        kept = self._block[:, 2 * pairs : self._stored]
-        block = np.empty_like(self._block)
-        block[:, :pairs] = _merged(self._names, self._block[:, 0 : 2 * pairs : 2], self._block[:, 1 : 2 * pairs : 2])
-        block[:, pairs : pairs + kept.shape[1]] = kept
+        """Bring the older half to one resolution, in a new block. The lock is held, and all rows are in the block."""
+        older = max(self._capacity // 2, 3)  # the first row stays as it is, so that it takes three to merge any
+        # The place in the order of arrival at which each row begins, and at the end that of the first row that stays as it is.
+        begins = np.arange(older + 1) + (self._total_rows - self._stored)
+        begins[: self._reduced_rows] = (np.arange(self._reduced_rows) - 1) * self._span + 1
+        begins[0] = 0
+        first, last_span = max(self._reduced_rows - 1, 0), self._span  # rows before `first` are complete already
+        while True:
+            cells = -(-begins[:-1] // self._span)  # rounded up: the first row alone, then 1 to span, span + 1 to 2 span, ...
+            starts = np.flatnonzero(np.diff(cells, prepend=-1))
+            if older - starts.size >= max(self._capacity // 16, 1):
+                break
+            self._span *= 2
+        if self._span != last_span:
+            first = 0
+        block, reduced = np.empty_like(self._block), starts.size
+        block[:, :first] = self._block[:, :first]
+        block[:, first:reduced] = _merged(
+            self._names, self._block[:, first:older], np.diff(begins[first:]), starts[first:] - first
+        )
+        block[:, reduced : reduced + self._stored - older] = self._block[:, older : self._stored]
         self._block = block
-        self._stored = pairs + kept.shape[1]
+        self._stored += reduced - older
+        self._reduced_rows = reduced
         self._reductions += 1
 
 
@@ -275,20 +300,26 @@ _FIRST_ROWS = 1024
 _BUFFER_ROWS = 256
 
 
-def _merged(names: Sequence[str], earlier: npt.NDArray[np.float64], later: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """One row for each pair, as the notes of :class:`History` say; shapes (columns, pairs)."""
-    loss, skipped = names.index("loss"), names.index("skipped")
-    weight_earlier = 2 * (earlier[skipped] == 1) + ~np.isfinite(earlier[loss])
-    weight_later = 2 * (later[skipped] == 1) + ~np.isfinite(later[loss])
-    keep_earlier = weight_earlier > weight_later
-    merged = np.where(keep_earlier, earlier, later)
-    other = np.where(keep_earlier, later, earlier)
+def _merged(
+    names: Sequence[str], rows: npt.NDArray[np.float64], spans: npt.NDArray[np.int64], starts: npt.NDArray[np.intp]
+) -> npt.NDArray[np.float64]:
+    """One row for each group of neighbours, as the notes of :class:`History` say.
+
+    `rows` is (columns, rows), `spans` how many appended rows each stands for, `starts` where the groups begin.
+    """
+    count = rows.shape[1]
+    position = np.arange(count)
+    worth = 2 * (rows[names.index("skipped")] == 1) + ~np.isfinite(rows[names.index("loss")])
+    merged = rows[:, np.maximum.reduceat(worth * count + position, starts) % count]
     for i, name in enumerate(names):
+        unknown = np.isnan(rows[i])
         if name.endswith("_bytes"):
-            merged[i] = np.fmax(merged[i], other[i])
+            merged[i] = np.fmax.reduceat(rows[i], starts)
         elif name == "step_s":
-            mean = (merged[i] + other[i]) / 2
-            merged[i] = np.where(np.isnan(mean), np.fmax(merged[i], other[i]), mean)
+            measured = np.add.reduceat(np.where(unknown, 0, spans), starts)
+            total = np.add.reduceat(np.where(unknown, 0, rows[i] * spans), starts)
+            merged[i] = np.divide(total, measured, out=np.full(starts.size, np.nan), where=measured > 0)
         elif name not in ("step", "loss"):
-            merged[i] = np.where(np.isnan(merged[i]), other[i], merged[i])
+            latest_known = np.maximum(np.maximum.reduceat(np.where(unknown, 0, position), starts), starts)
+            merged[i] = np.where(np.isnan(merged[i]), rows[i, latest_known], merged[i])
     return merged

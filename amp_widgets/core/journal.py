@@ -68,6 +68,8 @@ class StepRecord:
         Whether the loss was scaled.
     growth_interval
         That was in force.
+    by_rule
+        Whether the scale followed the update rule; else the user set it.
     values
         Loss, scale used, scale after the update, and the device's count of inf.
     """
@@ -79,6 +81,7 @@ class StepRecord:
     skipped: bool | None
     scaled: bool
     growth_interval: int
+    by_rule: bool
     memory: MemoryReading | None
     values: Readback
 
@@ -239,7 +242,9 @@ class Journal:
         known = self._totals.last_after
         if known is not None and known != used:
             self._record_scale(record.step, record.time_s, known, used, f"set to {format_scale(used)}")
-        if after != used:
+        if after != used and not record.by_rule:
+            self._record_scale(record.step + 1, record.time_s, used, after, f"set to {format_scale(after)}")
+        elif after != used:
             why = "inf or NaN in the gradients" if skipped else f"{record.growth_interval} steps without inf or NaN"
             verb = "backed off" if after < used else "grew"
             self._record_scale(record.step + 1, record.time_s, used, after, f"{verb}: {why}")

@@ -19,6 +19,7 @@ from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
+from amp_widgets.core.memory.compiled import frames_compiled
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep
@@ -70,8 +71,10 @@ class LiveLoop:
     ) -> None:
         devices = _devices(model)
         _check_optimizers(model, optimizers)
-        if memory_every < 0:
-            raise SettingsError(f"memory_every: got {memory_every}, expected a number of steps, or 0 to measure nothing")
+        if type(memory_every) is not int or memory_every < 0:  # True is no number of steps
+            raise SettingsError(f"memory_every: got {memory_every!r}, expected a whole number of steps, or 0 to measure nothing")
+        if type(history_capacity) is not int or history_capacity < 4:
+            raise SettingsError(f"history_capacity: got {history_capacity!r}, expected a whole number of steps, at least 4")
         before = _attached.pop(model, None)
         previous = before() if before is not None else None
         if previous is not None:
@@ -108,7 +111,7 @@ class LiveLoop:
         self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
 
         self._hooks = Hooks(self)
-        self._watch_forwards = not is_compiled_wrapper(model)
+        self._watch_forwards = not self._checkpointing.compiled
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
         self._finalizer.atexit = False
         self._arm()
@@ -116,8 +119,33 @@ class LiveLoop:
 
     # ---- what the user's loop calls ---------------------------------------------------------------------------------
 
-    def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> LiveAutocast:
-        """Drop-in for ``torch.autocast(...)``: a region in the format in force when it is entered."""
+    def autocast(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> LiveAutocast:
+        """Drop-in for ``torch.autocast(...)``: a region in the format in force when it is entered.
+
+        Parameters
+        ----------
+        device_type
+            Accepted as torch takes it; must be the model's.
+        dtype
+            Accepted as torch takes it; the format in force decides instead.
+        enabled
+            False makes a region without autocast, whatever is in force.
+        cache_enabled
+            As in ``torch.autocast``.
+
+        Raises
+        ------
+        SettingsError
+            When `device_type` is not the model's.
+        """
+        if device_type is not None and torch.device(device_type).type != self.device.type:
+            raise SettingsError(f"autocast: got device_type {device_type!r}, expected {self.device.type!r}, where the model is")
         return LiveAutocast(self, self.device.type, enabled=enabled, cache_enabled=cache_enabled)
 
     @property
@@ -215,7 +243,7 @@ class LiveLoop:
         """How the loop stands; never waits for the device."""
         return self._journal.status(
             step=self._step,
-            scale=self._settings.init_scale if self._settings.scales_loss else None,
+            scale=self._settings.start_scale if self._settings.scales_loss else None,
             overall_peak_bytes=self._meter.overall_peak_bytes,
         )
 
@@ -224,7 +252,7 @@ class LiveLoop:
         """How the memory numbers are obtained, and on what; or why they are not."""
         if self.memory_every == 0:
             return "not measured: memory_every is 0"
-        return self._meter.source if self.memory_every == 1 else f"{self._meter.source}, on every {self.memory_every}th step"
+        return self._meter.source if self.memory_every == 1 else f"{self._meter.source}, every {self.memory_every} steps"
 
     @property
     def memory_gap(self) -> str | None:
@@ -249,6 +277,12 @@ class LiveLoop:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def recover(self) -> None:
+        """Before a loop starts: forget a step that an interrupt has left between ``unscale_`` and ``update``."""
+        if self._scaler.in_mid_step:
+            self.abandon_step()
+        self.break_off_step()
 
     @property
     def seconds_since_boundary(self) -> float:
@@ -282,11 +316,28 @@ class LiveLoop:
         self._scaler.abandon_step()
         self._arm()
 
+    def break_off_step(self) -> None:
+        """A step in progress was interrupted: forget it, or, where it has left scaled gradients, only what was measured of it.
+
+        Such a step may go on: it ends, and what waits is applied, with the user's ``update()``.
+        """
+        step = self._open
+        if step is None:
+            return
+        if not step.scaler_used:
+            self.abandon_step()
+            return
+        self._meter.abandon()
+        step.measured = False
+        step.begun_s = math.nan
+        step.timer = None
+
     def close(self) -> None:
         """Let go of the model: no layer checkpointed, no hook left; the scaler goes on as a plain ``GradScaler``."""
         if self._closed:
             return
-        self.abandon_step()
+        self._meter.abandon()
+        self._open = None
         self._journal.write(wait=True)
         with self._lock:
             self._closed = True
@@ -311,9 +362,11 @@ class LiveLoop:
 
     def exit_autocast(self, failed: bool) -> None:
         step = self._open
-        if step is None:
+        if step is None or not self._owner_is_here():
             return
-        if failed or (step.by_autocast and step.inferred and not step.trained):
+        if failed:
+            self.break_off_step()
+        elif step.by_autocast and not step.trained and (step.inferred or step.autograd_nodes == _autograd_nodes()):
             self.abandon_step()  # a validation pass under no_grad inside of it is no step
 
     # ---- told by the scaler (ScalerListener) ------------------------------------------------------------------------
@@ -407,6 +460,7 @@ class LiveLoop:
                 skipped=scaled.skipped,
                 scaled=scaled.used is not None,
                 growth_interval=self._settings.growth_interval,
+                by_rule=scaled.by_rule,
                 memory=reading,
                 values=Readback((None if opened is None else opened.loss, scaled.used, scaled.after, scaled.found_inf)),
             )
@@ -449,7 +503,8 @@ class LiveLoop:
         return known[1]
 
     def _arm(self) -> None:
-        if self._watch_forwards and self._owner is None and not self._closed:
+        # never where torch.compile is in use: it compiles anew for every global hook that comes or goes
+        if self._watch_forwards and self._owner is None and not self._closed and not frames_compiled():
             self._hooks.arm_forward()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -466,14 +521,15 @@ class LiveLoop:
         before = self._settings
         try:
             settings = before.replace(**request.changes)
-            self._checkpointing.apply(settings.checkpointed)
+            if "checkpointed" in request.changes:
+                self._checkpointing.apply(settings.checkpointed)  # all of it or nothing
             self._scaler.configure(settings, set_scale="init_scale" in request.changes)
         except Exception as error:  # whatever it is, it is shown: a request is never half applied nor lost
-            self._roll_back(before)
+            self._roll_back(before, request)
             reason = str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"
             self._reject(reason, request.changes, request.source)
         except BaseException:
-            self._roll_back(before)
+            self._roll_back(before, request)
             raise
         else:
             self._settings = settings
@@ -481,9 +537,13 @@ class LiveLoop:
                 self._journal.scale_was_set()
             self.record_event("applied", describe_changes(request.changes), **request.changes, source=request.source)
 
-    def _roll_back(self, settings: Settings) -> None:
-        self._checkpointing.apply(settings.checkpointed)
+    def _roll_back(self, settings: Settings, request: Request) -> None:
         self._scaler.configure(settings, set_scale=False)
+        if "checkpointed" in request.changes:
+            try:
+                self._checkpointing.apply(settings.checkpointed)
+            except SettingsError:
+                pass  # a layer in force has left the model: nothing was switched by this request either
 
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
@@ -493,17 +553,23 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LiveLoop]] = weakref
 
 
 class _OpenStep:
-    __slots__ = ("begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "timer", "trained")
+    __slots__ = ("autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "timer", "trained")
 
     def __init__(self, *, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
         self.by_autocast = by_autocast
         self.measured = measured
         self.begun_s = begun_s
         self.timer = timer
+        self.autograd_nodes = _autograd_nodes()
         self.inferred = False
         self.trained = False
         self.scaler_used = False
         self.loss: torch.Tensor | None = None
+
+
+def _autograd_nodes() -> int:
+    """How many nodes of autograd graphs this thread has recorded so far."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _let_go(hooks: Hooks, checkpointing: Checkpointing, meter: MemoryMeter) -> None:
@@ -513,6 +579,8 @@ def _let_go(hooks: Hooks, checkpointing: Checkpointing, meter: MemoryMeter) -> N
 
 
 def _devices(model: nn.Module) -> list[torch.device]:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model: got a {type(model).__name__}, expected a torch.nn.Module; AmpSession(model, optimizer)")
     parameters = list(model.parameters())
     if not parameters:
         raise ModelError(f"model: got a {type(model).__name__} without parameters, expected a model to train")

@@ -11,7 +11,7 @@ import torch
 
 from amp_widgets.core.autocast import Support
 from amp_widgets.core.checkpointing import Checkpointing
-from amp_widgets.core.settings import AutocastName, Settings
+from amp_widgets.core.settings import AutocastName, Settings, format_scale
 from amp_widgets.errors import SettingsError
 
 
@@ -97,6 +97,8 @@ class RequestQueue:
             wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])  # of a plan, its layers
             changes["checkpointed"] = self._checkpointing.resolve(prospective.replace(checkpointed=wanted).checkpointed)
         settings = prospective.replace(**changes)
+        if "init_scale" in changes:
+            _check_bounds(settings)
         support = self._support[settings.autocast]
         if "autocast" in changes and not support.available:
             usable = ", ".join(repr(name) for name, s in self._support.items() if s.available)
@@ -104,3 +106,16 @@ class RequestQueue:
                 f"autocast: got {settings.autocast!r}, expected one of {usable} on {self._device}: {support.note}"
             )
         return {name: getattr(settings, name) for name in changes}
+
+
+def _check_bounds(settings: Settings) -> None:
+    """Refuse to set the live scale to what the floor or the cap would change at once."""
+    scale, low, high = settings.init_scale, settings.min_scale, settings.max_scale
+    if low is not None and scale < low:
+        raise SettingsError(
+            f"init_scale: got {format_scale(scale)}, which is below min_scale {format_scale(low)}; raise it or lower min_scale"
+        )
+    if high is not None and scale > high:
+        raise SettingsError(
+            f"init_scale: got {format_scale(scale)}, which is above max_scale {format_scale(high)}; lower it or raise max_scale"
+        )

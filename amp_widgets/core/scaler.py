@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from amp_widgets.core.readback import host_value
-from amp_widgets.core.settings import LARGEST_SAFE_SCALE, SMALLEST_SAFE_SCALE, Settings
+from amp_widgets.core.settings import Settings
 from amp_widgets.errors import HalfParametersError, NoGradientsError, ScalerError
 
 
@@ -47,9 +48,11 @@ class ScaledStep:
         Whether an optimizer's step was skipped, where the host knows already; None where only the device knows.
     found_inf
         Above 0 where a step was skipped, on the device; None where `skipped` is known.
+    by_rule
+        Whether the scale followed the update rule; False where the user gave ``update`` a new scale.
     """
 
-    __slots__ = ("after", "found_inf", "skipped", "used")
+    __slots__ = ("after", "by_rule", "found_inf", "skipped", "used")
 
     def __init__(
         self,
@@ -57,11 +60,14 @@ class ScaledStep:
         after: torch.Tensor | float | None,
         skipped: bool | None,
         found_inf: torch.Tensor | None,
+        *,
+        by_rule: bool = True,
     ) -> None:
         self.used = used
         self.after = after
         self.skipped = skipped
         self.found_inf = found_inf
+        self.by_rule = by_rule
 
 
 class LiveScaler(torch.amp.GradScaler):
@@ -166,11 +172,13 @@ class LiveScaler(torch.amp.GradScaler):
         self._clamp()
         assert self._scale is not None  # update() would have raised
         skips = list(self._skipped_by.values())
+        skipped: bool | None = None
+        found_inf: torch.Tensor | None = None
         if all(isinstance(skip, bool) for skip in skips):
-            self._finish(ScaledStep(used, _snapshot(self._scale), any(skips), None))
+            skipped = any(skips)
         else:
-            on_device = [torch.full_like(self._scale, float(skip)) if isinstance(skip, bool) else skip for skip in skips]
-            self._finish(ScaledStep(used, _snapshot(self._scale), None, _total(on_device)))
+            found_inf = _total([torch.full_like(self._scale, skip) if isinstance(skip, bool) else skip for skip in skips])
+        self._finish(ScaledStep(used, _snapshot(self._scale), skipped, found_inf, by_rule=new_scale is None))
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether the last step was skipped because of inf or NaN in the gradients.
@@ -214,15 +222,21 @@ class LiveScaler(torch.amp.GradScaler):
                 f"load_state_dict: got a state without {', '.join(missing)}, expected all of {', '.join(_STATE_KEYS)}; "
                 "an empty state comes from a scaler that was disabled when it was saved"
             )
+        tracker = state_dict["_growth_tracker"]
+        if isinstance(tracker, bool) or not isinstance(tracker, int) or tracker < 0:
+            raise ScalerError(f"load_state_dict: got _growth_tracker {tracker!r}, expected a number of steps, 0 or more")
         changes = {
-            "init_scale": float(state_dict["scale"]),
+            "init_scale": state_dict["scale"],
             "growth_factor": state_dict["growth_factor"],
             "backoff_factor": state_dict["backoff_factor"],
             "growth_interval": state_dict["growth_interval"],
         }
         settings = self._settings.replace(**changes)
+        changes = {name: getattr(settings, name) for name in changes}
+        if tracker >= settings.growth_interval:
+            tracker = 0  # torch would never meet the interval again
         with self._as_if_scaling():
-            super().load_state_dict(state_dict)
+            super().load_state_dict({**state_dict, "scale": settings.init_scale, "_growth_tracker": tracker})
         self._adopt(settings, changes)
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -266,14 +280,18 @@ class LiveScaler(torch.amp.GradScaler):
         if set_scale:
             self._init_scale = settings.init_scale
             self._init_growth_tracker = 0
-        if self._scale is None or self._growth_tracker is None:
-            return
-        if set_scale:
-            self._scale.fill_(settings.init_scale)
-            self._growth_tracker.zero_()
-        # torch grows when tracker + 1 == interval: a tracker at or past a lowered interval would never meet it again
-        self._growth_tracker.mul_(self._growth_tracker < settings.growth_interval)
+        if self._scale is not None and self._growth_tracker is not None:
+            if set_scale:
+                self._scale.fill_(settings.init_scale)
+                self._growth_tracker.zero_()
+            # torch grows when tracker + 1 == interval: a tracker at or past a lowered interval would never meet it again
+            self._growth_tracker.mul_(self._growth_tracker < settings.growth_interval)
         self._clamp()
+
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether gradients were unscaled, or an optimizer stepped, and ``update()`` has not been called since."""
+        return bool(self._per_optimizer_states) or bool(self._skipped_by)
 
     def abandon_step(self) -> None:
         """Forget what a step that was broken off had done, so that the next one starts clean."""
@@ -303,15 +321,15 @@ class LiveScaler(torch.amp.GradScaler):
             listener.updated(step)
 
     def _clamp(self) -> None:
-        if self._scale is None:
-            return
-        low, high = self._settings.min_scale, self._settings.max_scale
         # Without a floor the scale could fall to where its reciprocal is inf: steps are no longer skipped, parameters go NaN.
-        low = SMALLEST_SAFE_SCALE if low is None else low
-        high = LARGEST_SAFE_SCALE if high is None else high
-        if self._scale.is_cpu and low <= host_value(self._scale) <= high:
-            return  # a look costs a fifth of the operation
-        self._scale.clamp_(low, high)
+        if self._scale is None:
+            self._init_scale = self._settings.held(self._init_scale)
+        elif self._scale.is_cpu:
+            scale = host_value(self._scale)  # a look costs a fifth of the operation
+            if self._settings.held(scale) != scale:
+                self._scale.fill_(self._settings.held(scale))
+        else:
+            self._scale.clamp_(self._settings.held(0.0), self._settings.held(math.inf))
 
     def _found_infs(self, key: int) -> list[torch.Tensor]:
         return list(self._per_optimizer_states[key]["found_inf_per_device"].values())

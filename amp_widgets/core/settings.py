@@ -39,7 +39,7 @@ class Settings:
     growth_interval
         Steps, at least 1.
     min_scale, max_scale
-        Floor and cap of the scale, or None.
+        Floor and cap of the live scale, or None; an initial scale outside of them is held to them.
     checkpointed
         Names of the checkpointed layers, in the model's order. In a request, globs too: ``*`` stands for one part of a
         dotted name, ``**`` for any number of parts.
@@ -86,22 +86,23 @@ class Settings:
                 f"min_scale: got {format_scale(self.min_scale)}, which is above max_scale {format_scale(self.max_scale)}; "
                 "expected min_scale <= max_scale"
             )
-        if self.min_scale is not None and self.init_scale < self.min_scale:
-            raise SettingsError(
-                f"init_scale: got {format_scale(self.init_scale)}, which is below min_scale {format_scale(self.min_scale)}; "
-                "raise init_scale or lower min_scale"
-            )
-        if self.max_scale is not None and self.init_scale > self.max_scale:
-            raise SettingsError(
-                f"init_scale: got {format_scale(self.init_scale)}, which is above max_scale {format_scale(self.max_scale)}; "
-                "lower init_scale or raise max_scale"
-            )
         put(self, "checkpointed", _names(self.checkpointed))
 
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled with these settings: scaling is on and autocast is fp16."""
         return self.scaling and self.autocast == "fp16"
+
+    @property
+    def start_scale(self) -> float:
+        """The initial scale, held to the floor and the cap."""
+        return self.held(self.init_scale)
+
+    def held(self, scale: float) -> float:
+        """A scale, held to the floor and the cap, and to the safe range where there is none."""
+        low = SMALLEST_SAFE_SCALE if self.min_scale is None else self.min_scale
+        high = LARGEST_SAFE_SCALE if self.max_scale is None else self.max_scale
+        return min(max(scale, low), high)
 
     def replace(self, **changes: Any) -> Settings:
         """These settings with some changed.

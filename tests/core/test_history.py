@@ -153,33 +153,106 @@ def test_reduction_keeps_the_newer_half_and_halves_the_older() -> None:
     history = filled(7, capacity=8)
     assert history.columns("step")["step"].tolist() == list(range(7))
     history.append(step=7, loss=7.0, peak_bytes=0)
-    assert history.columns("step")["step"].tolist() == [1, 3, 4, 5, 6, 7]
-    assert history.columns("loss")["loss"].tolist() == [1, 3, 4, 5, 6, 7]
-    assert history.columns("peak_bytes")["peak_bytes"].tolist() == [1, 3, 4, 5, 6, 0]  # of (0, 1), (2, 3), then as they were
-    assert (len(history), history.total_rows) == (6, 8)
+    assert history.columns("step")["step"].tolist() == [0, 2, 3, 4, 5, 6, 7]
+    assert history.columns("loss")["loss"].tolist() == [0, 2, 3, 4, 5, 6, 7]
+    assert history.columns("peak_bytes")["peak_bytes"].tolist() == [0, 2, 3, 4, 5, 6, 0]  # of 0, (1, 2), 3, then as they were
+    assert (len(history), history.total_rows) == (7, 8)
+    larger = filled(16, capacity=16)
+    assert larger.columns("step")["step"].tolist() == [0, 2, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+
+
+def test_a_long_run_stays_visible_from_its_first_step() -> None:
+    steps = filled(5000, capacity=1000).columns("step")["step"]
+    # The row of step 4330 stands for those after 4320 until the next reduction adds six.
+    assert steps.tolist() == [*range(0, 4321, 16), *range(4330, 5000)]
 
 
 @pytest.mark.parametrize("capacity", [4, 5, 6, 7, 64, 1000])
 def test_rows_stay_bounded_and_in_order_and_the_highest_peak_is_kept(capacity: int) -> None:
     history = History(capacity=capacity)
+    raw = capacity - max(capacity // 2, 3)
     for i in range(5 * capacity):
         history.append(step=i, peak_bytes=1e9 if i == 3 else 1.0)
         assert capacity // 2 <= len(history) < capacity or i < capacity
     steps = history.columns("step")["step"]
     assert np.all(np.diff(steps) > 0)
+    assert steps[0] == 0
     assert steps[-1] == 5 * capacity - 1
     assert history.columns("peak_bytes")["peak_bytes"].max() == 1e9
-    newest = capacity // 2
-    assert steps[-newest:].tolist() == list(range(5 * capacity - newest, 5 * capacity))
+    assert steps[-raw:].tolist() == list(range(5 * capacity - raw, 5 * capacity))
+
+
+@pytest.mark.parametrize("capacity", [64, 250, 1000])
+def test_however_long_the_run_its_older_part_is_evenly_spread(capacity: int) -> None:
+    history = History(capacity=capacity)
+    checked = {*range(capacity, 50 * capacity + 1, capacity // 4 - 1), 50 * capacity}  # at every phase between two reductions
+    for total in range(1, 50 * capacity + 1):
+        history.append(step=total - 1, peak_bytes=float(total * 7919 % 104729))
+        if total not in checked:
+            continue
+        steps = history.columns("step")["step"]
+        gaps = np.diff(steps)
+        assert len(steps) < capacity
+        assert steps[0] == 0
+        assert np.all(gaps > 0)
+        assert steps[-capacity // 2 :].tolist() == list(range(total - capacity // 2, total))
+        assert history.columns("peak_bytes")["peak_bytes"].max() == max(i * 7919 % 104729 for i in range(1, total + 1))
+        reduced = int(np.flatnonzero(gaps > 1)[-1]) + 2  # rows up to the last gap
+        span = int(gaps[0])
+        assert span & (span - 1) == 0
+        assert gaps[: reduced - 2].tolist() == [span] * (reduced - 2)  # even, but for the newest
+        assert gaps[reduced - 2] <= span
+        # It doubles when half of it would leave more rows than this, of which the first and the last lack some.
+        most = capacity // 2 - capacity // 16
+        assert span <= 2 * total / (most - 2)
+        assert gaps.max() < 4 * total / (capacity / 4)
+        assert most / 2 <= reduced <= most
+
+
+def test_runs_with_many_skipped_steps_are_spread_within_twice_that() -> None:
+    seed = 20
+    rng, capacity, total = np.random.default_rng(seed), 200, 10_000
+    history = History(capacity=capacity)
+    for i, skipped in enumerate(rng.random(total) < 0.05):
+        history.append(step=i, skipped=skipped)
+    steps = history.columns("step")["step"]
+    assert steps[0] == 0, seed
+    assert 0 < np.diff(steps).min() <= np.diff(steps).max() < 2 * (8 / 7 * 4 * total / capacity), seed
+
+
+@pytest.mark.parametrize(("capacity", "total"), [(4, 30), (16, 16), (16, 1000), (64, 64), (64, 100), (64, 777), (200, 5001)])
+def test_a_reduced_row_shows_what_all_the_steps_it_stands_for_had(capacity: int, total: int) -> None:
+    seed = 7
+    rng = np.random.default_rng(seed)
+    loss = np.where(rng.random(total) < 0.05, math.nan, rng.random(total))
+    skipped = rng.random(total) < 0.03
+    peak = np.where(rng.random(total) < 0.3, math.nan, rng.integers(1, 1 << 40, total))
+    step_s = rng.integers(1, 100, total).astype(float)
+    history, plain = History(capacity=capacity), filled(total, capacity=capacity)
+    for i in range(total):
+        history.append(step=i, loss=loss[i], skipped=skipped[i], peak_bytes=peak[i], step_s=step_s[i], scale=float(-i))
+    rows = history.columns()
+    # Of steps that are all alike the latest stays, so that a plain run tells where each row ends.
+    ends = [int(step) for step in plain.columns("step")["step"]]
+    assert len(history) == len(ends)
+    for at, (before, end) in enumerate(zip([-1, *ends[:-1]], ends, strict=True)):
+        steps = range(before + 1, end + 1)
+        step = max(steps, key=lambda i: (skipped[i], not math.isfinite(loss[i]), i))
+        assert rows["step"][at] == -rows["scale"][at] == step, seed
+        np.testing.assert_array_equal(rows["loss"][at], loss[step])
+        assert rows["skipped"][at] == any(skipped[i] for i in steps), seed
+        known = [peak[i] for i in steps if not math.isnan(peak[i])]
+        np.testing.assert_array_equal(rows["peak_bytes"][at], max(known, default=math.nan))
+        assert rows["step_s"][at] == pytest.approx(sum(step_s[i] for i in steps) / len(steps), rel=1e-12), seed
 
 
 def merged(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
     """The row that reduction makes of two."""
     history = History(capacity=4, extra_columns=["accuracy"])
-    for i, row in enumerate((first, second, {}, {})):
-        history.append(**{"step": i} | row)
+    for i, row in enumerate(({}, first, second, {})):  # the very first is never merged
+        history.append(**{"step": i - 1} | row)
     assert len(history) == 3
-    return {name: float(column[0]) for name, column in history.columns().items()}
+    return {name: float(column[1]) for name, column in history.columns().items()}
 
 
 def test_of_a_pair_the_row_worth_keeping_stays_whole() -> None:
@@ -223,7 +296,7 @@ def test_a_reader_is_told_to_start_over_after_a_reduction() -> None:
         history.append(step=i, loss=float(i))
     rows, cursor, start_over = history.rows_since(cursor, "step")
     assert start_over
-    assert rows["step"].tolist() == history.columns("step")["step"].tolist() == [1, 3, 4, 5, 6, 7, 8]
+    assert rows["step"].tolist() == history.columns("step")["step"].tolist() == [0, 2, 4, 5, 6, 7, 8]
     rows, cursor, start_over = history.rows_since(cursor, "step")
     assert not start_over
     assert rows["step"].size == 0

@@ -732,3 +732,230 @@ def test_a_compiled_model_is_compiled_once_a_change(whole: bool) -> None:
         assert "compile" in loop.memory_source
     loop.close()
     torch._dynamo.reset()
+
+
+def accumulate(bench: Bench, count: int) -> None:
+    loop = loop_of(bench)
+    torch.set_rng_state(bench.random)
+    for _ in range(count):
+        x, y = bench.batch()
+        with loop.autocast():
+            loss = nn.functional.cross_entropy(bench.model(x), y)
+        loop.scaler.scale(loss).backward()
+    bench.random = torch.get_rng_state()
+
+
+def update(bench: Bench) -> None:
+    loop_of(bench).scaler.step(bench.optimizer)
+    loop_of(bench).scaler.update()
+    bench.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("break_in", ["exception", "recover", "break_off"])
+def test_a_break_in_mid_accumulation_lets_nothing_take_effect(break_in: str) -> None:
+    states = []
+    for disturbed in (False, True):
+        bench = Bench(optimizer="sgd")
+        loop = loop_of(bench)
+        loop.request(autocast="fp16", init_scale=2.0**10)
+        accumulate(bench, 2)
+        if disturbed:
+            loop.request(init_scale=2.0**4, checkpointed=["layers.*"])
+            if break_in == "exception":
+                with pytest.raises(ZeroDivisionError), loop.autocast():
+                    raise ZeroDivisionError
+            elif break_in == "recover":  # a next session.steps(...)
+                loop.recover()
+            else:
+                loop.break_off_step()
+            assert loop.pending is not None
+        accumulate(bench, 1)
+        update(bench)
+        assert loop.history.columns("scale")["scale"].tolist() == [2.0**10]
+        assert math.isfinite(loop.history.columns("loss")["loss"][0])
+        states.append(state_of(bench.model))
+        if disturbed:
+            assert loop.settings.init_scale == 2.0**4
+            assert np.isnan(loop.history.columns("step_s")["step_s"]).all()
+        loop.close()
+    assert_same(*states)
+
+
+def test_an_interrupt_between_unscale_and_update_is_recovered_from(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(autocast="fp16", init_scale=4.0)
+    accumulate(bench, 1)
+    loop.scaler.unscale_(bench.optimizer)
+    loop.recover()
+    assert not loop.step_in_progress
+    bench.step()
+    assert len(loop.history) == 1
+
+
+def test_a_layer_that_left_the_model_does_not_stop_the_loop(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(checkpointed=["layers.2", "head"])
+    bench.step()
+    del bench.model.layers[2]
+    loop.request(autocast="bf16")
+    bench.step()
+    assert loop.settings.autocast == "bf16"
+    with pytest.raises(LayerError):
+        loop.request(checkpointed=["layers.2"])
+    loop.request(checkpointed=["layers.1"])
+    loop.request(checkpointed=[])
+    bench.step()
+    assert loop.settings.checkpointed == ()
+    assert loop.pending is None
+    assert [e.kind for e in loop.history.events("applied", "rejected")] == [
+        "applied",
+        "applied",
+        "rejected",
+        "applied",
+        "applied",
+    ]
+
+
+def test_a_layer_that_becomes_impossible_is_rejected_and_the_loop_goes_on(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(checkpointed=["layers.1"])
+    bench.step()
+    loop.request(checkpointed=["layers.1", "layers.0"], autocast="bf16")
+    bench.model.layers[1].forward = bench.model.layers[1].forward  # type: ignore[method-assign]  # a foreign library
+    try:
+        bench.step()
+        assert loop.history.events()[-1].kind == "rejected"
+        assert loop.settings.autocast == "fp32"
+        bench.step()
+    finally:
+        del bench.model.layers[1].forward
+    loop.request(checkpointed=[])
+    bench.step()
+    assert loop.settings.checkpointed == ()
+
+
+def test_another_threads_region_does_not_disturb_the_owner(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.own(threading.get_ident())
+    loop.request(autocast="fp16", init_scale=8.0)
+    accumulate(bench, 1)
+
+    def look() -> None:
+        with pytest.raises(ValueError, match="mine"), torch.no_grad(), loop.autocast():
+            raise ValueError("mine")
+        with pytest.raises(ValueError, match="mine"), loop.autocast():
+            raise ValueError("mine")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    update(bench)
+    assert len(loop.history) == 1
+    loop.own(None)
+
+
+def test_a_scale_given_to_update_is_said_to_be_set(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(autocast="fp16")
+    accumulate(bench, 1)
+    loop.scaler.step(bench.optimizer)
+    loop.scaler.update(2.0**10)
+    bench.step()
+    assert [e.reason for e in loop.history.events("scale_changed")] == ["scale 2^16 → 2^10 (set to 2^10)"]
+
+
+def test_a_cap_alone_holds_the_live_scale(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(autocast="fp16", max_scale=2.0**5)
+    bench.step()
+    assert loop.history.columns("scale")["scale"].tolist() == [2.0**5]
+    with pytest.raises(SettingsError, match="above max_scale 2\\^5"):
+        loop.request(init_scale=2.0**6)
+    loop.request(max_scale=None, min_scale=2.0**20)
+    bench.step()
+    assert loop.scaler.state_dict()["scale"] >= 2.0**20
+
+
+def test_closing_between_unscale_and_step_leaves_a_scaler_that_knows(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(autocast="fp16", init_scale=2.0**10)
+    accumulate(bench, 1)
+    scaler = loop.scaler
+    scaler.unscale_(bench.optimizer)
+    gradient = bench.model.head.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    loop.close()
+    scaler.step(bench.optimizer)
+    assert torch.equal(gradient, before)
+    scaler.update()
+
+
+def test_autocast_takes_what_torchs_own_takes(bench: Bench) -> None:
+    loop = loop_of(bench)
+    loop.request(autocast="bf16")
+    with loop.autocast("cpu", dtype=torch.float16):
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # what is in force decides
+    with pytest.raises(SettingsError, match="got device_type 'cuda', expected 'cpu'"):
+        loop.autocast(device_type="cuda")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m, o: LiveLoop(o, [o]), "got a SGD, expected a torch.nn.Module"),
+        (lambda m, o: LiveLoop("net"), "got a str, expected a torch.nn.Module"),
+        (lambda m, o: LiveLoop(m, [o], memory_every="2"), "memory_every: got '2'"),
+        (lambda m, o: LiveLoop(m, [o], memory_every=2.5), "memory_every: got 2.5"),
+        (lambda m, o: LiveLoop(m, [o], history_capacity=2), "history_capacity: got 2"),
+    ],
+)
+def test_wrong_arguments_are_said_and_leave_the_former_loop(make: Any, said: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    former = LiveLoop(model, [optimizer])
+    with pytest.raises((ModelError, SettingsError)) as caught:
+        make(model, optimizer)
+    assert said in str(caught.value)
+    assert not former.closed
+    former.close()
+
+
+class Shell(nn.Module):
+    """Of one's own code: torch.compile skips modules that are torch's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y * 1
+
+
+@pytest.mark.parametrize("part", ["whole", "layer"])
+def test_a_session_alone_compiles_nothing_anew(part: str) -> None:
+    counts = []
+    for attach in (False, True):
+        torch._dynamo.reset()
+        compiled: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, compiled: list[Any] = compiled) -> Any:
+            compiled.append(graph)
+            return graph.forward
+
+        model = Net()
+        model.layers[0] = Shell(model.layers[0])
+        (model if part == "whole" else model.layers[0]).compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = LiveLoop(model, [optimizer]) if attach else None
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        counts.append(len(compiled))
+        if loop is not None:
+            assert loop.status().step == 5
+            loop.close()
+    assert counts[0] == counts[1] > 0
+    torch._dynamo.reset()

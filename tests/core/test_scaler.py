@@ -390,3 +390,33 @@ def test_copies_are_plain_scalers(tmp_path: Any) -> None:
     code = "import pickle, sys; s = pickle.load(open(sys.argv[1], 'rb')); print(s.get_scale(), 'amp_widgets' in sys.modules)"
     run = subprocess.run([sys.executable, "-I", "-c", code, str(file)], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["32768.0", "False"]
+
+
+def test_a_loaded_tracker_past_the_interval_still_grows() -> None:
+    scaler, _ = make()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0, "growth_interval": 3, "_growth_tracker": 10})
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for _ in range(3):
+        one_step(scaler, weight, optimizer, 1.0)
+    assert scaler.get_scale() == 16.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "kind"),
+    [
+        ("_growth_tracker", None, ScalerError),
+        ("_growth_tracker", -1, ScalerError),
+        ("_growth_tracker", 1.5, ScalerError),
+        ("scale", "a", SettingsError),
+        ("scale", None, SettingsError),
+        ("growth_interval", 0, SettingsError),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_whole(entry: str, value: object, kind: type[Exception]) -> None:
+    scaler, listener = make()
+    before = scaler.state_dict()
+    with pytest.raises(kind):
+        scaler.load_state_dict({**before, "scale": 4.0, entry: value})
+    assert scaler.state_dict() == before
+    assert listener.adoptions == []

@@ -39,7 +39,7 @@ class CompiledCode:
 
     def __init__(self) -> None:
         self._entered = False
-        self._made = _frames_compiled()
+        self._made = frames_compiled()
         with CompiledCode._lock:
             previous = eval_frame.set_guard_complete_hook(_note_entered)
             if previous is None or previous is _note_entered:
@@ -56,7 +56,7 @@ class CompiledCode:
                 previous = eval_frame.set_guard_complete_hook(None)
                 if previous is not _note_entered:
                     eval_frame.set_guard_complete_hook(previous)
-        return self._entered or _frames_compiled() != self._made
+        return self._entered or frames_compiled() != self._made
 
 
 def _note_entered(cache_hit: bool) -> bool:
@@ -65,6 +65,7 @@ def _note_entered(cache_hit: bool) -> bool:
     return True  # go on as if there were no hook
 
 
-def _frames_compiled() -> int:
+def frames_compiled() -> int:
+    """How many frames ``torch.compile`` has compiled in this process so far."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])

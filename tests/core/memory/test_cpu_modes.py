@@ -474,3 +474,24 @@ def flags_left_alone() -> Iterator[None]:
     yield
     assert not _python_dispatch.is_in_torch_dispatch_mode()
     assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.1), torch.tensor(1.1, dtype=torch.float64), torch.tensor(1.1, dtype=torch.bfloat16),
+        torch.tensor(1.1, dtype=torch.float16), torch.tensor(3), torch.tensor(True), torch.tensor(1 + 2j),
+        torch.tensor(1 + 2j).conj(), torch.tensor(2.5, requires_grad=True), torch.tensor([[7]]), torch.tensor(math.nan),
+    ],
+)  # fmt: skip
+def test_item_is_as_without_the_meter_and_counts_once(value: torch.Tensor) -> None:
+    model = nn.Linear(1, 1)
+    meter = CpuMeter(model, [])
+    expected = value.item()
+    meter.begin()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        got = value.item()
+    meter.end()
+    assert type(got) is type(expected)
+    assert got == expected or (got != got and expected != expected)
+    assert sum(e.count for e in profile.key_averages() if e.key == "aten::_local_scalar_dense") == 1
