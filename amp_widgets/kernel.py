@@ -104,6 +104,21 @@ class CommPump:
         )
 
 
+def answer_where_asked(comm: Any) -> None:
+    """Have the front end decide which of the kernel's threads handles a widget's messages.
+
+    ipykernel 7.4 takes them to the thread that last *sent* on the comm: for a widget made in a cell to the main one, where they
+    wait for the end of the cell that runs. Left to the front end, JupyterLab has them handled on a thread of their own.
+
+    Parameters
+    ----------
+    comm
+        The widget's comm, or None.
+    """
+    if hasattr(comm, "_reply_subshell_for"):  # a private method; elsewhere nothing is to be done
+        comm._reply_subshell_for = _as_asked
+
+
 def on_interrupt(callback: Callable[[], None]) -> Callable[[], None]:
     """Have the kernel's stop button call `callback` while no cell runs.
 
@@ -131,6 +146,10 @@ def on_interrupt(callback: Callable[[], None]) -> Callable[[], None]:
     except AttributeError:  # a kernel of another make: its stop button does what it always did
         return lambda: None
     return interrupts.add(callback)
+
+
+def _as_asked(data: object, default: Any) -> Any:
+    return default
 
 
 _Frames = Sequence[Any]  # of zmq.Frame: one message, as it comes off the socket

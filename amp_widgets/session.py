@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -78,12 +80,10 @@ class AmpSession(LiveLoop):
         )
         self._model_type = type(model).__name__
         self._runner: Runner | None = None
-        self._in_cell = False
         self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
         self._pump: kernel.CommPump | None = None
-        global _newest
-        _newest = weakref.ref(self)
+        _sessions.append(weakref.ref(self))
 
     # ---- the loop in a cell -----------------------------------------------------------------------------------------
 
@@ -111,7 +111,6 @@ class AmpSession(LiveLoop):
                 f"steps: got an iterator, which is used up after one epoch, and epochs={epochs}; pass a DataLoader or a list"
             )
         self.recover()
-        self._in_cell = True
         try:
             with tqdm(total=_length(batches, epochs), unit="step") as bar:
                 for _ in range(epochs):
@@ -119,7 +118,7 @@ class AmpSession(LiveLoop):
                         yield batch
                         bar.update()
         finally:
-            self._in_cell = False
+            self.loop_ended()
             self.break_off_step()  # a last, incomplete accumulation may go on after the loop
 
     @property
@@ -179,10 +178,8 @@ class AmpSession(LiveLoop):
         """Start the run that `fit` prepared, or resume it when paused; from the present weights."""
         runner = self._prepared("start")
         self._refuse_beside_a_cell("start")
-        if self._uninstall_interrupt is None:
-            # an idle kernel ignores the stop button: while a run is alive, the button means the run
-            self._uninstall_interrupt = kernel.on_interrupt(runner.stop)
         runner.start()
+        self._take_interrupts(runner)
 
     def pause(self) -> None:
         """Pause the run at the next boundary."""
@@ -197,6 +194,7 @@ class AmpSession(LiveLoop):
         runner = self._prepared("single_step")
         self._refuse_beside_a_cell("single_step")
         runner.single_step()
+        self._take_interrupts(runner)
 
     def stop(self) -> None:
         """Stop the run at the next boundary."""
@@ -204,11 +202,29 @@ class AmpSession(LiveLoop):
 
     def reset(self) -> None:
         """Put back the weights and optimizer state that the run was made with; at the next boundary when it is alive."""
-        self._prepared("reset").reset()
+        runner = self._prepared("reset")
+        self._refuse_beside_a_cell("reset")
+        runner.reset()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the run to end; raise what the training raised. Returns whether it has ended."""
-        return self._prepared("wait").wait(timeout_s)
+        """Wait for the run to end; raise what the training raised. Returns whether it has ended.
+
+        Widgets go on working meanwhile. An interrupt stops the run.
+        """
+        runner = self._prepared("wait")
+        if self._pump is None or threading.current_thread() is not threading.main_thread():
+            return runner.wait(timeout_s)
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not runner.wait(max(0.0, min(_WAIT_S, until_s - time.monotonic()))):
+                self._pump.pump()
+                if time.monotonic() >= until_s:
+                    return False
+        except KeyboardInterrupt:
+            runner.stop()
+            runner.join()
+            raise
+        return True
 
     @property
     def run_state(self) -> RunState:
@@ -233,7 +249,10 @@ class AmpSession(LiveLoop):
             ) from error
 
         self._serve_busy_cells()
-        return Dashboard(self)
+        dashboard = Dashboard(self)
+        for widget in dashboard.widgets():
+            kernel.answer_where_asked(widget.comm)
+        return dashboard
 
     def dashboard_state(self) -> DashboardState:
         """Everything that a view shows, as one snapshot; never waits for the device."""
@@ -299,10 +318,16 @@ class AmpSession(LiveLoop):
         return self._runner
 
     def _refuse_beside_a_cell(self, verb: str) -> None:
-        # Two loops would train one model at once. An interrupted loop cannot be told from a running one, hence the clock.
-        recent = self._in_cell and self.seconds_since_boundary < _CELL_STEP_S
-        if recent or (self.at_boundary and self.run_state not in ALIVE):
+        # two loops would train one model at once, or one would find its weights changed in mid-step
+        if self.run_state not in ALIVE and (self.at_boundary or self.trained_elsewhere):
             raise RunError(f"{verb}: your own loop is training this model in a cell; wait for its end or interrupt it first")
+
+    def _take_interrupts(self, runner: Runner) -> None:
+        # an idle kernel ignores the stop button: while a run is alive, the button means the run
+        if self._uninstall_interrupt is None:
+            self._uninstall_interrupt = kernel.on_interrupt(runner.stop)
+        if runner.state not in ALIVE:  # it has ended meanwhile
+            self._release_interrupt()
 
     def _release_interrupt(self) -> None:
         uninstall, self._uninstall_interrupt = self._uninstall_interrupt, None
@@ -331,15 +356,16 @@ class AmpSession(LiveLoop):
         return tuple(notes)
 
 
-_CELL_STEP_S = 3.0
+_WAIT_S = 0.05
 
-_newest: weakref.ref[AmpSession] | None = None
+_sessions: list[weakref.ref[AmpSession]] = []
 
 
 def newest_session() -> AmpSession | None:
-    """The session made last, if it is still there and open."""
-    session = None if _newest is None else _newest()
-    return None if session is None or session.closed else session
+    """The session made last of those that are still there and open."""
+    alive = [(reference, reference()) for reference in _sessions]
+    _sessions[:] = [reference for reference, session in alive if session is not None and not session.closed]
+    return _sessions[-1]() if _sessions else None
 
 
 def _length(batches: Iterable[Any], epochs: int) -> int | None:

@@ -675,3 +675,74 @@ def train_in_cell(case: Case, batches: list[tuple[torch.Tensor, torch.Tensor]], 
         case.session.scaler.scale(loss).backward()
         case.session.scaler.step(case.optimizer)
         case.session.scaler.update()
+
+
+def test_reset_from_another_thread_during_a_loop_in_a_cell_is_refused() -> None:
+    case = Case(batches_of(2))
+    refused: list[str] = []
+
+    def press_reset() -> None:  # as a widget's callback on a subshell thread
+        for verb in (case.session.reset, case.session.start, case.session.single_step):
+            try:
+                verb()
+            except RunError as error:
+                refused.append(str(error).partition(":")[0])
+
+    for inputs, targets in case.session.steps(batches_of(1)):
+        case.optimizer.zero_grad()
+        with case.session.autocast():
+            loss = nn.functional.cross_entropy(case.model(inputs), targets)
+        thread = threading.Thread(target=press_reset)
+        thread.start()
+        thread.join()
+        case.session.scaler.scale(loss).backward()
+        case.session.scaler.step(case.optimizer)
+        case.session.scaler.update()
+    assert refused == ["reset", "start", "single_step"]
+    thread = threading.Thread(target=case.session.reset)  # the loop is over
+    thread.start()
+    thread.join()
+    assert case.session.history.events("run")[-1].detail["state"] == "reset"
+    case.session.close()
+
+
+def test_the_stop_button_is_taken_while_a_run_is_alive_however_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amp_widgets import kernel
+
+    installed: list[Any] = []
+
+    def on_interrupt(callback: Any) -> Any:
+        installed.append(callback)
+        return lambda: installed.remove(callback)
+
+    monkeypatch.setattr(kernel, "on_interrupt", on_interrupt)
+    case = Case(batches_of(3))
+    case.session.single_step()
+    case.until("paused")
+    assert len(installed) == 1
+    installed[0]()
+    assert case.session.wait(PATIENCE_S)
+    assert case.session.run_state == "stopped"
+    assert installed == []
+    case.session.start()
+    assert case.session.wait(PATIENCE_S)
+    assert installed == []
+    case.session.close()
+
+
+def test_waiting_serves_widgets(case: Case) -> None:
+    pumped = threading.Event()
+
+    class Pump:
+        available = True
+        why_not = ""
+
+        def pump(self) -> None:
+            pumped.set()
+
+        def close(self) -> None: ...
+
+    case.session._pump = Pump()  # type: ignore[assignment]
+    case.begin()
+    assert not case.session.wait(0.2)
+    assert pumped.is_set()

@@ -192,3 +192,11 @@ def test_last_step_skipped_goes_on_after_close(session: AmpSession) -> None:
         session.start()
     with pytest.raises(SessionClosedError, match="fit: the session was closed"):
         session.fit([], nn.functional.cross_entropy)
+
+
+def test_the_newest_open_session_is_found_when_a_newer_is_closed(session: AmpSession) -> None:
+    other = nn.Linear(2, 2)
+    newer = AmpSession(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert newest_session() is newer
+    newer.close()
+    assert newest_session() is session

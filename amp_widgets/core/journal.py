@@ -7,6 +7,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from amp_widgets.core.readback import Readback
 from amp_widgets.core.settings import format_scale
 
 _RECENT_STEPS = 50
+_PAUSE_S = 0.5
+_PAUSE_GAPS = 10
 _MEMORY_COLUMNS = tuple(name for name in COLUMNS if name.endswith("_bytes"))
 
 
@@ -187,6 +190,12 @@ class Journal:
         with self._lock:
             self._totals.scale = None
 
+    def step_s(self) -> float:
+        """Median duration of the recent steps, in seconds; 0 before the first."""
+        with self._lock:
+            median_s = _median(self._totals.durations_s)
+        return 0.0 if math.isnan(median_s) else median_s
+
     def status(self, *, step: int, scale: float | None, overall_peak_bytes: float) -> LoopStatus:
         """The newest numbers.
 
@@ -314,6 +323,9 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _rate(times_s: Sequence[float]) -> float:
-    if len(times_s) < 2 or times_s[-1] <= times_s[0]:
-        return math.nan
-    return (len(times_s) - 1) / (times_s[-1] - times_s[0])
+    """Boundaries a second since the last pause: a gap far longer than the usual one is none of the training's."""
+    times = list(times_s)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    longest_s = max(_PAUSE_S, _PAUSE_GAPS * _median(gaps)) if gaps else 0.0
+    going = list(takewhile(lambda gap: gap <= longest_s, reversed(gaps)))
+    return len(going) / sum(going) if sum(going) > 0 else math.nan

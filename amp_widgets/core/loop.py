@@ -103,7 +103,7 @@ class LiveLoop:
         self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
 
         self._step = 0
-        self._ended_s = -math.inf
+        self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
         self._open: _OpenStep | None = None
         self._owner: int | None = None
         self._closed = False
@@ -285,9 +285,19 @@ class LiveLoop:
         self.break_off_step()
 
     @property
-    def seconds_since_boundary(self) -> float:
-        """Since the last step ended; inf before the first."""
-        return self._clock() - self._ended_s
+    def trained_elsewhere(self) -> bool:
+        """Whether a loop that no background run owns seems to be training on another thread than this one.
+
+        The end of a loop cannot be seen from here; it counts as over when nothing was heard of it for some steps' time.
+        """
+        heard = self._heard
+        if self._owner is not None or heard is None or heard[0] == threading.get_ident():
+            return False
+        return self._clock() - heard[1] < max(_QUIET_S, _QUIET_STEPS * self._journal.step_s())
+
+    def loop_ended(self) -> None:
+        """The user's loop is over, and not just quiet."""
+        self._heard = None
 
     @property
     def step_in_progress(self) -> bool:
@@ -438,15 +448,16 @@ class LiveLoop:
         measured = self.memory_every > 0 and self._step % self.memory_every == 0
         if measured:
             self._meter.begin()
-        self._open = _OpenStep(
-            by_autocast=by_autocast, measured=measured, begun_s=self._clock(), timer=DeviceTimer.start(self.device)
-        )
+        begun_s = self._clock()
+        self._note_heard(begun_s)
+        self._open = _OpenStep(by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device))
 
     def _end(self, scaled: ScaledStep) -> None:
         if self._closed or not self._owner_is_here():
             return
         opened, self._open = self._open, None
-        now_s = self._ended_s = self._clock()
+        now_s = self._clock()
+        self._note_heard(now_s)
         self._stepped.clear()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
@@ -475,6 +486,10 @@ class LiveLoop:
                 listener()
         finally:
             self.at_boundary = False
+
+    def _note_heard(self, now_s: float) -> None:
+        if self._owner is None:
+            self._heard = (threading.get_ident(), now_s)
 
     def _add_loss(self, loss: torch.Tensor) -> None:
         """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
@@ -548,6 +563,9 @@ class LiveLoop:
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
+
+_QUIET_S = 3.0
+_QUIET_STEPS = 5
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LiveLoop]] = weakref.WeakKeyDictionary()
 
