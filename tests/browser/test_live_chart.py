@@ -84,7 +84,9 @@ def shown(notebook: Notebook, step: int, root: Locator | None = None) -> dict[st
     """The state of a chart once it has drawn this step."""
     root = root or notebook.page.locator(".amp-chart").first
     root.locator(".main-svg").first.wait_for(timeout=30_000)
-    notebook.wait_until(lambda: f"step {step:,}" in (root.get_attribute("aria-label") or ""), 20, f"step {step} was not drawn")
+    notebook.wait_until(
+        lambda: f" {step + 1:,} step" in (root.get_attribute("aria-label") or ""), 20, f"step {step} was not drawn"
+    )
     return state(root)
 
 
@@ -118,9 +120,9 @@ def test_it_shows_what_the_history_has_in_light_and_dark(open_notebook: OpenNote
     assert seen["scale"] == seen["peak"] == 1000
     assert sorted(seen["shapes"]) == [300, 600]
     title = "<b>memory</b> · live tensor bytes on cpu, &lt;counted> &amp; exact"
-    assert {"fp16", "2 layers checkpointed", title} <= set(seen["annotations"])
+    assert {"fp16", "2 layers", title} <= set(seen["annotations"])
     newest = 2 * math.exp(-999 / 500) + 0.05 * math.sin(999)
-    summary = f"step 999, loss {newest:.4g}, loss scale 2^15, peak memory 110 MB, 20 skipped steps"
+    summary = f"1,000 steps, loss {newest:.4g}, loss scale 2^15, peak memory 110 MB, 20 skipped steps"
     assert seen["label"] == f"Training charts: {summary}"
     # The text of the user is text.
     assert root.locator("text=live tensor bytes on cpu, <counted> & exact").count() == 1
@@ -225,7 +227,7 @@ def test_a_long_run_is_an_overview_and_zooming_in_fetches_every_step(open_notebo
     assert len(inside) >= high - low - 2
     assert "overview" not in root.inner_text()
     notebook.run_and_wait(2)
-    notebook.wait_until(lambda: "step 60,049" in (root.get_attribute("aria-label") or ""), 10)
+    notebook.wait_until(lambda: " 60,050 steps," in (root.get_attribute("aria-label") or ""), 10)
     assert state(root)["range"] == seen["range"]
     root.get_by_role("button", name="Follow").click()
     notebook.wait_until(lambda: "overview" in root.inner_text(), 10, "the zoom's detail was kept")
@@ -272,3 +274,76 @@ def test_a_page_that_missed_a_message_asks_for_everything(open_notebook: OpenNot
     notebook.kernel.exec("add(5); chart.pull(history, at_once=True)")
     root = notebook.page.locator(".amp-chart")
     notebook.wait_until(lambda: state(root)["lossX"] == list(range(20)), 10, "the missed steps never came")
+
+
+def test_keys_typed_on_its_buttons_leave_the_notebook_alone(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([MAKE, f"{SHOW}\nadd(10); chart.pull(history)", "pass"])
+    notebook.run_and_wait(0)
+    notebook.run_and_wait(1)
+    root = notebook.page.locator(".amp-chart")
+    shown(notebook, 9)
+    cells = notebook.cell_sources()
+    root.hover()
+    buttons = [root.get_by_role("button", name=name) for name in ("Follow", "Log loss", "Pan", "Reset axes")]
+    for button in buttons:
+        button.click()
+        for key in ("b", "x", "d", "d", "m", "ArrowDown", "x"):
+            notebook.page.keyboard.press(key)
+        notebook.page.wait_for_timeout(200)
+        assert notebook.cell_sources() == cells
+        assert notebook.page.locator(".jp-MarkdownCell").count() == 0
+    # A tool that was chosen stays chosen, whoever resets the axes.
+    buttons[0].click()
+    notebook.page.wait_for_timeout(500)
+    assert root.evaluate("root => root.querySelector('.amp-chart-plot')._fullLayout.dragmode") == "pan"
+
+
+def test_tool_icons_stand_out_in_both_themes(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([MAKE, f"{SHOW}\nadd(10); chart.pull(history)"])
+    notebook.run_and_wait(0)
+    notebook.run_and_wait(1)
+    root = notebook.page.locator(".amp-chart")
+    shown(notebook, 9)
+    fills = """root => [...root.querySelectorAll('.modebar-btn')].map(
+        one => [one.dataset.title, getComputedStyle(one.querySelector('path')).fill])"""
+    root.hover()
+    for theme, active, others in (("light", "33, 33, 33", "107, 107, 107"), ("dark", "232, 232, 232", "160, 160, 160")):
+        notebook.set_theme(theme)  # type: ignore[arg-type]
+        notebook.page.wait_for_timeout(1500)
+        found = dict(root.evaluate(fills))
+        assert found.pop("Zoom") == f"rgb({active})"
+        assert set(found.values()) == {f"rgb({others})"}
+        root.get_by_role("button", name="Pan").hover()
+        assert dict(root.evaluate(fills))["Pan"] == f"rgb({active})"
+        notebook.screenshot(f"live-chart-tools-{theme}", root)
+        root.locator(".amp-chart-bar").hover()
+
+
+def test_changes_close_together_are_labelled_and_a_loss_of_1_is_not_scaled(open_notebook: OpenNotebook) -> None:
+    rows = """
+for step in range(60): history.append(step=step, loss=30 * math.exp(-step / 20), scale=1.0, peak_bytes=1e6)
+change(17, autocast="fp16")
+change(27, init_scale=2.0**40)
+change(37, checkpointed=["a"] * 4)
+change(38, autocast="fp16", init_scale=2.0**40, checkpointed=["a"])
+change(39, checkpointed=["a"] * 2)
+change(41, checkpointed=[])
+chart.pull(history)
+"""
+    notebook = open_notebook([MAKE, SHOW, rows, "history = History()\nhistory.append(step=0, loss=-1.0)\nchart.pull(history)"])
+    for cell in range(3):
+        notebook.run_and_wait(cell)
+    root = notebook.page.locator(".amp-chart")
+    seen = shown(notebook, 59)
+    labels = {"fp16", "scale 2^40", "4 layers", "fp16, scale 2^40, 1 layer", "2 layers", "0 layers"}
+    assert labels <= set(seen["annotations"])
+    assert "60 steps, loss 1.57, loss not scaled" in seen["label"]
+    root.get_by_role("button", name="Log loss").click()
+    notebook.page.wait_for_timeout(500)
+    sizes = "root => [...new Set([...root.querySelectorAll('.ytick text')].map(one => one.style.fontSize))]"
+    assert root.evaluate(sizes) == ["12px"]
+    notebook.screenshot("live-chart-labels", root)
+    notebook.run_and_wait(3)
+    shown(notebook, 0)
+    notebook.wait_until(lambda: "no loss above 0" in state(root)["annotations"], 10, "nothing said why the plot is empty")
+    assert root.locator(".ytick text").count() == 0

@@ -278,3 +278,30 @@ def test_a_rejected_request_and_a_failed_run_are_shown(open_notebook: OpenNotebo
     assert board.area.locator("img[src=x]").count() == 0
     assert board.python("run_state") == "failed"
     notebook.screenshot("failed-run")
+
+
+def test_a_background_run_is_controlled_while_other_cells_are_busy(open_notebook: OpenNotebook) -> None:
+    sleeps = "import time\nfinish = False\nend = time.monotonic() + 90\nwhile not finish and time.monotonic() < end:\n    time.sleep(0.05)"
+    notebook = open_notebook([OWN_LOOP, "session.fit([(x, y)], nn.functional.cross_entropy, None)", sleeps, "session.wait()"])
+    notebook.run_and_wait(0, SLOW_S)
+    board = Dashboard(notebook, 0)
+    board.wait_for_plot()
+    notebook.run_and_wait(1, SLOW_S)
+    notebook.run(2)
+    board.wait(lambda: board.python("status().step") > 5, "no steps")
+    board.press("Pause")
+    board.wait(lambda: board.python("run_state") == "paused", "Pause waits for the end of a cell that sleeps")
+    board.area.get_by_text("bf16", exact=True).first.click()
+    board.wait(lambda: board.python("settings.autocast") == "bf16", "a dtype waits for the end of a cell that sleeps")
+    board.press("Resume")
+    board.wait(lambda: board.python("run_state") == "running", "Resume waits for the end of a cell that sleeps")
+    assert notebook.is_running(2)
+    notebook.kernel.exec("finish = True")
+    notebook.wait_cell(2, SLOW_S)
+    notebook.run(3)
+    board.wait(lambda: notebook.is_running(3), "the cell that waits does not run")
+    board.press("Pause")
+    board.wait(lambda: board.python("run_state") == "paused", "Pause waits for the end of session.wait()")
+    board.press("Stop")
+    notebook.wait_cell(3, SLOW_S)
+    assert board.python("run_state") == "stopped"
