@@ -11,7 +11,7 @@ import numpy.typing as npt
 from amp_widgets.charts import flags, look
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.decimate import Points
-from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text
+from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text, short_event_label
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.series import NAN, POSITIVE_INFINITY, lone, series_of, thinned
 
@@ -109,6 +109,7 @@ def _add_flags(layout: dict[str, Any], events: Sequence[EventLike], step: npt.ND
     shown = flags.placed(
         steps,
         [event_label(event) for event in applied],
+        [short_event_label(event) for event in applied],
         first_step=min(ends, default=0.0),
         last_step=max(ends, default=1.0),
         width_px=ASSUMED_WIDTH_PX - look.MARGIN_PX["l"] - look.MARGIN_PX["r"],

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-LANES = 3
+LANES = 5
 LANE_PX = 15
 FIRST_LANE_PX = 20
 """Above the plot; the titles are below the lanes."""
@@ -25,12 +25,22 @@ class Flag:
     leftwards: bool
 
 
-def placed(steps: Sequence[float], labels: Sequence[str], *, first_step: float, last_step: float, width_px: float) -> list[Flag]:
+def placed(
+    steps: Sequence[float],
+    labels: Sequence[str],
+    short_labels: Sequence[str],
+    *,
+    first_step: float,
+    last_step: float,
+    width_px: float,
+) -> list[Flag]:
     """The newest ``MOST_FLAGS`` lines, newest first, each with the lowest lane that is free: a newer label goes before an older.
+
+    A label is right of its line; where there is no room left of it; where there is none either the short one is tried.
 
     Parameters
     ----------
-    steps, labels
+    steps, labels, short_labels
         Of the applied changes, in ascending order of step.
     first_step, last_step, width_px
         The range that the plot shows, and its width in pixels.
@@ -42,15 +52,9 @@ def placed(steps: Sequence[float], labels: Sequence[str], *, first_step: float, 
     scale = width_px / max(last_step - first_step, 1e-9)
     taken: list[list[tuple[float, float]]] = [[] for _ in range(LANES)]
     flags = []
-    for step, label in list(zip(steps, labels, strict=True))[: -MOST_FLAGS - 1 : -1]:
+    for step, *texts in list(zip(steps, labels, short_labels, strict=True))[: -MOST_FLAGS - 1 : -1]:
         at = (step - first_step) * scale
-        size = CHARACTER_PX * len(html.unescape(label)) + 8
-        leftwards = at + size > width_px and at > size
-        start = at - size if leftwards else at
-        lane = next((i for i in range(LANES) if all(start >= end or start + size <= begin for begin, end in taken[i])), None)
-        if lane is not None:
-            taken[lane].append((start, start + size))
-        flags.append(Flag(step, label, lane, leftwards))
+        flags.append(_placed_one(step, at, texts, taken, width_px))
     return flags
 
 
@@ -88,3 +92,16 @@ def label_annotation(flag: Flag, *, colour: str, background: str) -> dict[str, A
         "bgcolor": background,
         "borderpad": 0,
     }
+
+
+def _placed_one(step: float, at: float, texts: Sequence[str], taken: list[list[tuple[float, float]]], width_px: float) -> Flag:
+    for text in texts:
+        size = CHARACTER_PX * len(html.unescape(text)) + 8
+        sides = [leftwards for leftwards, fits in ((False, at + size <= width_px), (True, at > size)) if fits]
+        for leftwards in sides or [False]:
+            start = at - size if leftwards else at
+            for lane, others in enumerate(taken):
+                if all(start >= end or start + size <= begin for begin, end in others):
+                    others.append((start, start + size))
+                    return Flag(step, text, lane, leftwards)
+    return Flag(step, texts[0], None, False)

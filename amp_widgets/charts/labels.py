@@ -23,7 +23,8 @@ class EventLike(Protocol):
 MARKED_KINDS = ("applied", "rejected", "run", "note")
 """The kinds that get a mark of their own. A skip has its mark on the scale, whose line shows the changes of scale, too."""
 
-LABEL_CHARACTERS = 30
+LABEL_CHARACTERS = 60
+SHORT_LABEL_CHARACTERS = 14
 HOVER_CHARACTERS = 400
 
 
@@ -43,14 +44,24 @@ def shortened(text: str, characters: int) -> str:
 
 
 def event_label(event: EventLike) -> str:
-    """A few words for the line of an event: ``fp16, 4 layers checkpointed``. Escaped."""
-    changes = [_change(str(name), value) for name, value in event.detail.items() if name != "source"]
-    return escaped(shortened(", ".join(changes) if changes else event.reason, LABEL_CHARACTERS))
+    """A few words for the line of an event: ``fp16, 4 layers``. Escaped."""
+    return escaped(shortened(", ".join(_changes(event)) or event.reason, LABEL_CHARACTERS))
+
+
+def short_event_label(event: EventLike) -> str:
+    """The same for where there is little room, the first change and how many more: ``fp16 +1``. Escaped."""
+    first, *others = _changes(event) or [event.reason]
+    more = f" +{len(others)}" if others else ""
+    return escaped(shortened(first, SHORT_LABEL_CHARACTERS - len(more)) + more)
 
 
 def event_text(event: EventLike) -> str:
     """What is read on pointing at the mark of an event. Escaped."""
     return escaped(shortened(event.reason, HOVER_CHARACTERS))
+
+
+def _changes(event: EventLike) -> list[str]:
+    return [_change(str(name), value) for name, value in event.detail.items() if name != "source"]
 
 
 def _change(name: str, value: Any) -> str:
@@ -72,7 +83,7 @@ def _change(name: str, value: Any) -> str:
         case "max_scale":
             return "no cap" if value is None else f"cap {_number(value)}"
         case "checkpointed" if isinstance(value, (list, tuple)):
-            return "no checkpointing" if not value else f"{len(value)} layer{'s' if len(value) > 1 else ''} checkpointed"
+            return f"{len(value)} layer{'' if len(value) == 1 else 's'}"
         case _:
             return f"{name} {_number(value)}"
 

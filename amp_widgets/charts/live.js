@@ -166,6 +166,16 @@ class View {
     for (const type of ["pointerup", "pointercancel"]) {
       addEventListener(type, () => this.held && ((this.held = false), this.schedule()), { signal, capture: true });
     }
+    // Keep the notebook's one-key shortcuts (x cuts a cell) away from the keys typed on a button in here, while those with a modifier
+    // and Shift+Enter still reach it. JupyterLab looks for the attribute, on the element that has the focus, when the event reaches
+    // the document; the window comes before.
+    const keepKeys = (event) => {
+      if (!this.root.contains(event.target)) return;
+      const theirs = event.ctrlKey || event.metaKey || event.altKey || (event.shiftKey && event.key === "Enter");
+      if (theirs) delete event.target.dataset.lmSuppressShortcuts;
+      else event.target.dataset.lmSuppressShortcuts = "true";
+    };
+    addEventListener("keydown", keepKeys, { signal, capture: true });
     const respec = () => this.schedule();
     this.model.on("change:spec", respec);
     signal.addEventListener("abort", () => {
@@ -297,9 +307,15 @@ class View {
       layout[axis].showticklabels = !empty;
       layout.annotations.find((annotation) => annotation.name === `note ${name}`).visible = empty;
     }
-    if (this.logLoss) Object.assign(layout.yaxis, { type: "log", exponentformat: "power", dtick: undefined });
     const plotWidth = layout.width - layout.margin.l - layout.margin.r;
     const named = (name) => layout.annotations.find((annotation) => annotation.name === name);
+    if (this.logLoss) {
+      Object.assign(layout.yaxis, { type: "log", tickformat: "~g", dtick: undefined }); // with powers of ten the font would be larger
+      const none = !lines.loss.y.some((loss) => loss > 0);
+      if (none && lines.loss.x.length) Object.assign(named("note loss"), { visible: true, text: "no loss above 0" });
+      if (none) layout.yaxis.showticklabels = false;
+      else if (lines.loss.y.some((loss) => loss <= 0)) named("title loss").text += " · only above 0";
+    }
     named("title memory").text = wrapped(named("title memory").text, plotWidth / this.spec.flags.character_px);
     named("title step").visible = plotWidth > 480; // else the legend is there
     const now = this.plot._fullLayout;
@@ -319,20 +335,32 @@ class View {
     const applied = this.run.events.filter((event) => event.kind === "applied" && event.step >= first && event.step <= last);
     applied.sort((a, b) => a.step - b.step);
     layout.shapes = [];
-    for (const { step, label } of applied.slice(-rule.most).reverse()) {
-      const at = (step - first) * pxPerStep;
-      const size = rule.character_px * shownLength(label) + 8;
-      const leftwards = at + size > plotWidth && at > size;
-      const start = leftwards ? at - size : at;
-      const lane = lanes.findIndex((taken) => taken.every(([begin, end]) => start >= end || start + size <= begin));
-      const px = lane < 0 ? 0 : rule.first_lane_px + lane * rule.lane_px;
-      layout.shapes.push({ ...theme.line, x0: step, x1: step, y1: 1 + (lane < 0 ? 0 : px + rule.lane_px - 2) / plotHeight });
-      if (lane < 0) continue;
-      lanes[lane].push([start, start + size]);
+    const place = (at, texts) => {
+      for (const text of texts) {
+        const size = rule.character_px * shownLength(text) + 8;
+        const sides = [];
+        if (at + size <= plotWidth || at <= size) sides.push(false);
+        if (at > size) sides.push(true);
+        for (const leftwards of sides) {
+          const start = leftwards ? at - size : at;
+          const lane = lanes.findIndex((taken) => taken.every(([begin, end]) => start >= end || start + size <= begin));
+          if (lane < 0) continue;
+          lanes[lane].push([start, start + size]);
+          return { text, lane, leftwards };
+        }
+      }
+      return null;
+    };
+    for (const { step, label, short } of applied.slice(-rule.most).reverse()) {
+      const placed = place((step - first) * pxPerStep, [label, short]);
+      const px = placed ? rule.first_lane_px + placed.lane * rule.lane_px : 0;
+      layout.shapes.push({ ...theme.line, x0: step, x1: step, y1: 1 + (placed ? px + rule.lane_px - 2 : 0) / plotHeight });
+      if (!placed) continue;
+      const { text, leftwards } = placed;
       layout.annotations.push({
         ...theme.label,
         x: step,
-        text: label,
+        text,
         yshift: px,
         xanchor: leftwards ? "right" : "left",
         xshift: leftwards ? -2 : 2,
@@ -442,11 +470,12 @@ class View {
     const { run } = this;
     if (run.lastStep === null) return;
     const newest = (name) => run.series[name].y[run.series[name].size - 1];
-    const parts = [`step ${run.lastStep.toLocaleString("en")}`];
+    const steps = run.lastStep + 1; // steps count from 0
+    const parts = [`${steps.toLocaleString("en")} step${steps === 1 ? "" : "s"}`];
     const loss = newest("loss");
     if (run.series.loss.size || run.series.not_finite.size) parts.push(`loss ${Number.isNaN(loss) ? "not finite" : loss?.toPrecision(4)}`);
     const scale = newest("scale");
-    if (Number.isFinite(scale)) parts.push(`loss scale 2^${Number(scale.toFixed(2))}`);
+    if (Number.isFinite(scale)) parts.push(scale === 0 ? "loss not scaled" : `loss scale 2^${Number(scale.toFixed(2))}`);
     const peak = run.series.peak.y.findLast((value) => !Number.isNaN(value));
     if (peak !== undefined) parts.push(`peak memory ${bytesText(peak)}`);
     if (run.skipped) parts.push(`${run.skipped.toLocaleString("en")} skipped step${run.skipped === 1 ? "" : "s"}`);

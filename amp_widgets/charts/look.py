@@ -14,7 +14,7 @@ from amp_widgets.charts.labels import escaped
 from amp_widgets.charts.series import LINES
 
 Theme = Literal["light", "dark"]
-HEIGHT_PX = 600
+HEIGHT_PX = 630
 MARGIN_PX = {"t": flags.FIRST_LANE_PX + flags.LANES * flags.LANE_PX + 4, "b": 46, "l": 64, "r": 34}
 PLOT_HEIGHT_PX = HEIGHT_PX - MARGIN_PX["t"] - MARGIN_PX["b"]
 
@@ -111,7 +111,14 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         "hoversubplots": "axis",
         "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text}},
         "dragmode": "zoom",
-        "modebar": {"orientation": "v", "remove": list(UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)", "color": colours.muted},
+        "modebar": {
+            "orientation": "v",
+            "remove": list(UNWANTED_BUTTONS),
+            "bgcolor": "rgba(0,0,0,0)",
+            "color": colours.muted,
+            "activecolor": colours.text,  # Plotly's own suits the colour behind, which for it is black
+            "uirevision": "kept",
+        },
         "showlegend": True,
         "xaxis": axis | steps,
         # Marks at the top edge of the loss, wherever its range is.
@@ -130,6 +137,8 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
             described[_LEGENDS[plot.axis]] = legend | {"y": top}
         title = {"x": 0, "y": top, "xanchor": "left", "yanchor": "bottom", "text": titles[name], "align": "left"}
         title["name"] = f"title {name}"
+        if name != "loss":  # that one is beside the marks of events and would hide them
+            title["bgcolor"] = colours.background  # the lines of changes do not strike it through
         note = {"x": 0.5, "y": (bottom + top) / 2, "text": plot.empty_note, "name": f"note {name}", "visible": True}
         texts += [(title, colours.text), (note, colours.muted)]
     for text, colour in texts:

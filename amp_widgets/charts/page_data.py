@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.charts.decimate import Points, decimated, evened, without_long_gaps
-from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text
+from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text, short_event_label
 from amp_widgets.charts.series import SERIES, essential, series_of
 
 MOST_POINTS = 10_000
@@ -75,7 +75,13 @@ class PageData:
             There were more than ``MOST_EVENTS``: every second of the older half was dropped.
         """
         added = [
-            {"step": event.step, "kind": event.kind, "label": event_label(event), "text": event_text(event)}
+            {
+                "step": event.step,
+                "kind": event.kind,
+                "label": event_label(event),
+                "short": short_event_label(event),
+                "text": event_text(event),
+            }
             for event in events
             if event.kind in MARKED_KINDS
         ]

@@ -1,6 +1,6 @@
 export default {
   render({ model, el }) {
-    const { body, titleId, setWaiting, remove } = frame(el, "Autocast", "ampw-autocast");
+    const { body, titleId, setWaiting, showLost, remove } = frame(el, "Autocast", "ampw-autocast");
     const group = h("div", { class: "ampw-segments", role: "radiogroup", "aria-labelledby": titleId });
     const notes = h("div", { class: "ampw-notes" });
     const name = uid();
@@ -35,7 +35,7 @@ export default {
       }
       const inForce = model.get("in_force");
       const shown = asked.value("autocast", model.get("waiting") || inForce);
-      const locked = model.get("locked");
+      const locked = asked.locked();
       for (const option of options) {
         const { input, label } = parts.get(option.name);
         input.checked = option.name === shown;
@@ -44,9 +44,12 @@ export default {
       }
       setWaiting(shown !== inForce);
     };
-    const asked = asking(model, draw);
+    const asked = asking(model, el, showLost, draw);
     model.on("change", draw);
     draw();
-    return remove;
+    return () => {
+      remove();
+      asked.remove();
+    };
   },
 };

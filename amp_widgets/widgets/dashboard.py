@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 import weakref
@@ -12,13 +13,14 @@ from typing import Any, Protocol
 import ipywidgets
 
 from amp_widgets.charts.live import TrainingChart
-from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.core.run_state import ALIVE
+from amp_widgets.errors import AmpWidgetsError, RunError
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.run_control import Command, RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
-from amp_widgets.widgets.state import Controlled, only_numbers_differ, same_state
+from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
 from amp_widgets.widgets.status_line import StatusLine, in_force_text
 
 PULL_S = 0.1
@@ -28,6 +30,13 @@ NUMBERS_S = 0.25
 IDLE_S = 0.5
 """Seconds between two looks at a session in which nothing has moved for `CALM_S`, or at one that nobody watches."""
 CALM_S = 2.0
+QUIET_S = 3.0
+QUIET_STEPS = 5
+"""The user's own loop counts as over when no step has ended for so many seconds, and for so many steps' time."""
+SECOND_PRESS_S = 1.0
+"""A button pressed twice within this was pressed once: the page did not know yet what the first press did."""
+COMPLAINT_S = 2.0
+"""A complaint is shown at least so long; then it goes when the run or what is in force has changed since."""
 
 
 class Chart(Protocol):
@@ -73,9 +82,12 @@ class Dashboard(ipywidgets.Box):
         self._clock = clock
         self._lock = threading.RLock()
         self._complaint: str | None = None
+        self._complained: tuple[float, object] | None = None  # when it was first shown, and how things stood
+        self._pressed: tuple[Command, float] | None = None  # the last one that was carried out
+        self._stepped_s = -math.inf  # when a loop of the user's own was last seen to go on
         self._watched = True
         self._moved_s = self._numbers_s = clock()
-        self._shown = source.dashboard_state()
+        self._shown = self._seen = source.dashboard_state()
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
         self._status = StatusLine(self._views_changed, self._shown)
         self._controls: tuple[Control, ...] = (
@@ -164,21 +176,26 @@ class Dashboard(ipywidgets.Box):
         try:
             state = self._source.dashboard_state()
         except Exception as error:  # shown, not lost: this runs on a thread of ours
-            self._complaint = f"the session cannot be shown: {type(error).__name__}: {error}"
+            self._complain(f"the session cannot be shown: {type(error).__name__}: {error}")
             state = dataclasses.replace(self._shown, last_rejection=None)
+        now_s = self._clock()
+        self._let_complaint_go(state, now_s)
         if self._complaint is not None and self._complaint != state.last_rejection:
             state = dataclasses.replace(state, last_rejection=self._complaint)
-        now_s = self._clock()
-        if same_state(state, self._shown) and not closed:
+        loop_runs = self._loop_runs(state, now_s)
+        loop_same = loop_runs == self._status.loop_runs
+        if same_state(state, self._shown) and loop_same and not closed:
             return False
         if not (self._watched or closed):
             return True
-        if not closed and now_s - self._numbers_s < NUMBERS_S and only_numbers_differ(state, self._shown):
+        soon = now_s - self._numbers_s < NUMBERS_S
+        if soon and loop_same and not closed and only_numbers_differ(state, self._shown):
             return True  # they are shown a little later
         self._numbers_s = now_s
         self._shown = state
         if state.memory_source != self._chart.memory_source:
             self._chart.memory_source = state.memory_source
+        self._status.loop_runs = loop_runs
         self._status.render(state)
         for control in self._controls:
             control.render(state)
@@ -194,8 +211,32 @@ class Dashboard(ipywidgets.Box):
             history = self._source.history_so_far
             return bool(self._chart.pull(history, at_once=at_once))
         except Exception as error:
-            self._complaint = f"the chart cannot be drawn: {type(error).__name__}: {error}"
+            self._complain(f"the chart cannot be drawn: {type(error).__name__}: {error}")
         return True
+
+    def _loop_runs(self, state: DashboardState, now_s: float) -> bool:
+        """Whether steps go on although no background run is alive; the end of a cell shows only in that none comes."""
+        before, self._seen = self._seen, state
+        if state.run in ALIVE:
+            self._stepped_s = -math.inf
+        elif state.step > before.step and before.run not in ALIVE:
+            self._stepped_s = now_s
+        step_s = state.step_s if math.isfinite(state.step_s) else 0.0
+        return now_s - self._stepped_s < max(QUIET_S, QUIET_STEPS * step_s)
+
+    def _complain(self, reason: str | None) -> None:
+        if reason is None or reason != self._complaint:
+            self._complained = None
+        self._complaint = reason
+
+    def _let_complaint_go(self, state: DashboardState, now_s: float) -> None:
+        if self._complaint is None:
+            return
+        stands = (state.run, state.settings)
+        if self._complained is None:
+            self._complained = (now_s, stands)
+        elif stands != self._complained[1] and now_s - self._complained[0] >= COMPLAINT_S:
+            self._complain(None)
 
     def _let_go(self) -> None:
         """The session is closed: keep what was shown last, and nothing else."""
@@ -211,19 +252,31 @@ class Dashboard(ipywidgets.Box):
         self._carry_out(lambda source: source.request(source="widget", **changes))
 
     def _command(self, command: Command) -> None:
-        self._carry_out(lambda source: getattr(source, command)())
+        self._carry_out(lambda source: self._press(source, command))
+
+    def _press(self, source: Controlled, command: Command) -> None:
+        before, now_s = self._pressed, self._clock()
+        try:
+            getattr(source, command)()
+        except RunError:
+            if before is None or before[0] != command or now_s - before[1] > SECOND_PRESS_S:
+                raise
+        else:
+            self._pressed = command, now_s
 
     def _carry_out(self, act: Callable[[Controlled], object]) -> None:
         source = self._source
         if source is None:
             return
+        complaint = None
         try:
             act(source)
-            self._complaint = None
         except AmpWidgetsError as error:
-            self._complaint = str(error)
+            complaint = str(error)
         except Exception as error:  # a callback's traceback would go to a log that nobody reads
-            self._complaint = f"{type(error).__name__}: {error}"
+            complaint = f"{type(error).__name__}: {error}"
+        self._complained = None
+        self._complain(complaint)
         with self._lock:
             self._refresh()
         self._refresher.wake()

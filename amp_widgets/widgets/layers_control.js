@@ -40,7 +40,7 @@ function openDepth(root) {
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, remove } = frame(el, "Checkpointed layers", "ampw-layers");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Checkpointed layers", "ampw-layers");
     const summary = h("span", { class: "ampw-dim" });
     heading.append(summary);
     const choices = h("div", { class: "ampw-buttons", role: "group", "aria-label": "Choose layers" });
@@ -180,7 +180,7 @@ export default {
         return sum;
       };
       count(root);
-      const locked = model.get("locked");
+      const locked = asked.locked();
       for (const node of nodes.values()) {
         const on = asked.value(node.name, ticked.has(node.position));
         const changed = on !== inForce.has(node.position);
@@ -205,7 +205,7 @@ export default {
       }
       drawTicks();
       setText(summary, model.get("summary"));
-      const locked = model.get("locked");
+      const locked = asked.locked();
       const blocks = model.get("blocks");
       for (const button of buttons) {
         const needsBlocks = ["blocks", "every_second"].includes(button.dataset.choice);
@@ -217,9 +217,12 @@ export default {
       const differs = ticked.size !== inForce.size || [...ticked].some((position) => !inForce.has(position));
       setWaiting(differs || asked.waits());
     };
-    const asked = asking(model, draw);
+    const asked = asking(model, el, showLost, draw);
     model.on("change", draw);
     draw();
-    return remove;
+    return () => {
+      remove();
+      asked.remove();
+    };
   },
 };

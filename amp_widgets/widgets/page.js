@@ -1,5 +1,8 @@
 // Shared by all controls; prepended to each. Everything shown is made of elements and text nodes: markup in data stays text.
 
+const NO_KERNEL = "no kernel: run the cell again";
+const LOST = "amp-widgets-lost";
+
 /** An element with attributes, listeners ("onclick": function) and children; a string child becomes text. */
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -31,11 +34,17 @@ function frame(el, title, className) {
   const heading = h("div", { class: "ampw-heading" }, h("h3", { id: titleId }, title), chip);
   const section = h("section", { class: `ampw-panel ${className}`, "aria-labelledby": titleId }, heading, body);
   el.append(section);
+  el.addEventListener("keydown", keepEscape);
   return {
     body,
     heading,
     titleId,
-    setWaiting: (waits) => { chip.hidden = !waits; },
+    setWaiting: (waits) => { if (chip.textContent === "waiting") chip.hidden = !waits; },
+    showLost: () => {
+      chip.textContent = NO_KERNEL;
+      chip.title = "The kernel of this view was restarted or has ended";
+      chip.hidden = false;
+    },
     remove: keepKeys(el),
   };
 }
@@ -56,10 +65,54 @@ function keepKeys(el) {
   return () => window.removeEventListener("keydown", listener, true);
 }
 
+/** Escape in a field of text is for the field: the notebook would take the focus from it. */
+function keepEscape(event) {
+  if (event.key === "Escape" && event.target.matches('input[type="text"]')) event.stopPropagation();
+}
+
+/**
+ * Whether the kernel behind a view is gone. The first part of a dashboard to find out, because its channel was closed or a message
+ * could not be sent, tells the others; each then calls its `draw`.
+ */
+function watchKernel(model, el, draw) {
+  let lost = false;
+  const dashboard = () => el.closest(".ampw-dashboard") ?? el;
+  const takeLoss = (event) => {
+    if (lost || event.detail !== dashboard()) return;
+    lost = true;
+    draw();
+  };
+  document.addEventListener(LOST, takeLoss);
+  const lose = () => document.dispatchEvent(new CustomEvent(LOST, { detail: dashboard() }));
+  model.on("comm_live_update", lose); // ipywidgets, when the kernel is restarted
+  return {
+    lost: () => lost,
+    remove: () => document.removeEventListener(LOST, takeLoss),
+    /** Send; whether it could be. */
+    send(message) {
+      try {
+        if (lost) return false;
+        model.send(message);
+        return true;
+      } catch (error) {
+        console.debug("amp_widgets: the kernel cannot be reached", error);
+        lose();
+        return false;
+      }
+    },
+  };
+}
+
 /** What the user asked for in this view, shown until Python answers: in a busy kernel that can take a while. */
-function asking(model, draw) {
+function asking(model, el, showLost, draw) {
   let asked = {};
   let latest = null;
+  const kernel = watchKernel(model, el, () => {
+    asked = {};
+    latest = null;
+    showLost();
+    draw();
+  });
   model.on("msg:custom", (message) => {
     if (latest === null || message.answered !== latest) return;
     asked = {};
@@ -68,11 +121,14 @@ function asking(model, draw) {
   });
   return {
     waits: () => latest !== null,
+    locked: () => model.get("locked") || kernel.lost(),
+    remove: kernel.remove,
     value: (name, otherwise) => (name in asked ? asked[name] : otherwise),
     ask(message, shown = {}) {
+      const id = uid();
+      if (!kernel.send({ ...message, id })) return;
       Object.assign(asked, shown);
-      latest = uid();
-      model.send({ ...message, id: latest });
+      latest = id;
       draw();
     },
   };

@@ -10,13 +10,13 @@ const RUN_TITLES = { reset: "Reset to the first weights", single_step: "Run one 
 
 export default {
   render({ model, el }) {
-    const { body, remove } = frame(el, "Run", "ampw-run");
+    const { body, showLost, remove } = frame(el, "Run", "ampw-run");
     const sentence = h("p", { class: "ampw-sentence" });
     const group = h("div", { class: "ampw-buttons", role: "group", "aria-label": "Run" });
     const buttons = new Map();
     for (const [command, label, path] of RUN_COMMANDS) {
       const title = RUN_TITLES[command];
-      const button = h("button", { type: "button", title, onclick: () => asked.ask({ command }) }, icon(path), h("span", {}, label));
+      const button = h("button", { type: "button", title, onclick: () => press(command) }, icon(path), h("span", {}, label));
       buttons.set(command, button);
       group.append(button);
     }
@@ -30,10 +30,23 @@ export default {
       place = null;
     };
 
+    let pressed = null; // a second press of it, until the first is answered, was meant for what is no more
+    const press = (command) => {
+      if (pressed === command && asked.waits()) return;
+      pressed = command;
+      asked.ask({ command });
+    };
+
+    let shown = null;
     const draw = () => {
-      const enabled = model.get("locked") ? [] : model.get("enabled");
+      const enabled = asked.locked() ? [] : model.get("enabled");
       const focused = [...buttons.values()].find((button) => button.matches(":focus"));
-      for (const [command, button] of buttons) button.disabled = !enabled.includes(command);
+      if (shown !== model.get("enabled")) pressed = null;
+      shown = model.get("enabled");
+      for (const [command, button] of buttons) {
+        button.disabled = !enabled.includes(command);
+        button.setAttribute("aria-disabled", String(button.disabled || (pressed === command && asked.waits()))); // keeps the focus
+      }
       if (focused?.disabled) {
         place = focused;
         setTimeout(keepPlace, 600); // a single step disables its button only for a moment
@@ -41,10 +54,13 @@ export default {
       setText(sentence, model.get("sentence"));
       group.hidden = model.get("sentence") !== "";
     };
-    const asked = asking(model, draw);
+    const asked = asking(model, el, showLost, draw);
     model.on("change", draw);
     draw();
-    return remove;
+    return () => {
+      remove();
+      asked.remove();
+    };
   },
 };
 

@@ -2,13 +2,13 @@ const SCALER_FIELDS = [
   ["growth_factor", "Growth factor", "The scale is multiplied by this after as many good steps in a row as the growth interval says; above 1"],
   ["backoff_factor", "Backoff factor", "The scale is multiplied by this after a step with inf or NaN in its gradients; between 0 and 1"],
   ["growth_interval", "Growth interval", "Steps without inf or NaN, in a row, until the scale grows"],
-  ["min_scale", "Floor", "The scale does not fall below this, such as 2^4; empty for none"],
-  ["max_scale", "Cap", "The scale does not grow above this, such as 2^24; empty for none"],
+  ["min_scale", "Floor", "Floor (min_scale): the scale does not fall below this, such as 2^4; empty for none"],
+  ["max_scale", "Cap", "Cap (max_scale): the scale does not grow above this, such as 2^24; empty for none"],
 ];
 
 export default {
   render({ model, el }) {
-    const { body, setWaiting, remove } = frame(el, "Loss scaling", "ampw-scaler");
+    const { body, setWaiting, showLost, remove } = frame(el, "Loss scaling", "ampw-scaler");
     const checkId = uid();
     const check = h("input", {
       type: "checkbox", id: checkId, onchange: () => asked.ask({ setting: "scaling", value: check.checked }, { scaling: check.checked }),
@@ -26,25 +26,35 @@ export default {
     };
     const slider = h("input", {
       type: "range", id: sliderId, min: 0, max: 40, step: 1,
+      onkeydown: (event) => { if (event.key === " ") event.preventDefault(); }, // it would scroll the notebook
       oninput: () => showReadout(Number(slider.value)),
       onchange: () => { clearTimeout(timer); timer = setTimeout(send, 150); }, // a held arrow key is one request
     });
-    const showReadout = (exponent) => {
-      readout.value = `2^${exponent} = ${2 ** exponent}`;
+    const showReadout = (exponent, text = `2^${exponent} = ${2 ** exponent}`) => {
+      readout.value = text;
       slider.setAttribute("aria-valuetext", readout.value);
     };
     const live = h("span", { class: "ampw-live" });
 
     const inputs = new Map();
+    const commit = (name) => {
+      const input = inputs.get(name);
+      if (input.value === input.dataset.drawn) return; // asked for already, with Enter
+      asked.ask({ setting: name, value: input.value }, { [name]: input.value });
+    };
     const labels = new Map([["init_scale", h("label", { for: sliderId }, "Initial scale")], ["scaling", h("label", { for: checkId }, "Scale the loss")]]);
     const grid = h("div", { class: "ampw-fields" });
     for (const [name, label, title] of SCALER_FIELDS) {
       const id = uid();
       const input = h("input", {
         type: "text", id, title, inputmode: "decimal", autocomplete: "off", spellcheck: "false", placeholder: name.endsWith("_scale") ? "none" : null,
-        onchange: () => asked.ask({ setting: name, value: input.value }, { [name]: input.value }),
+        onchange: () => commit(name),
         onkeydown: (event) => {
-          if (event.key === "Escape") { input.value = shownText(name); input.blur(); }
+          if (event.key === "Escape") input.value = input.dataset.drawn = shownText(name);
+          if (event.key === "Enter" && !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.altKey) {
+            event.preventDefault(); // in a notebook, the browser's own change event may never come
+            commit(name);
+          }
         },
       });
       inputs.set(name, input);
@@ -57,7 +67,7 @@ export default {
 
     const shownText = (name) => asked.value(name, model.get("fields")[name] ?? "");
     const draw = () => {
-      const locked = model.get("locked");
+      const locked = asked.locked();
       const waiting = model.get("waiting");
       check.checked = asked.value("scaling", model.get("scaling"));
       check.disabled = locked;
@@ -66,8 +76,7 @@ export default {
       if (!timer && !slider.matches(":active")) {
         const exponent = asked.value("exponent", model.get("exponent"));
         slider.value = exponent;
-        showReadout(exponent);
-        if (exponent === model.get("exponent")) readout.value = model.get("init_scale");
+        showReadout(exponent, exponent === model.get("exponent") ? model.get("init_scale") : undefined);
       }
       const scale = model.get("live_scale");
       setText(live, scale && `live scale ${scale}`);
@@ -81,9 +90,12 @@ export default {
       for (const [name, label] of labels) label.classList.toggle("ampw-changed", waiting.includes(name));
       setWaiting(waiting.length > 0 || asked.waits());
     };
-    const asked = asking(model, draw);
+    const asked = asking(model, el, showLost, draw);
     model.on("change", draw);
     draw();
-    return remove;
+    return () => {
+      remove();
+      asked.remove();
+    };
   },
 };

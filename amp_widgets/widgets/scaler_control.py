@@ -73,6 +73,8 @@ class ScalerControl(Control):
 _TYPED = ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
 _NAMES = ("scaling", "init_scale", *_TYPED)
 _NOTHING = object()
+_TOO_LARGE = 2**1024
+"""No float: the settings say that it is too large, which of ``inf`` or of the text they would not."""
 
 
 def _nearest_exponent(scale: float) -> int:
@@ -89,10 +91,13 @@ def _field_text(name: str, value: Any) -> str:
 
 def _number(text: str) -> float | str:
     """``65536``, ``2^16``, ``2**16`` or ``1e4`` as a number; anything else as it is."""
-    power = re.fullmatch(r"\s*([\d.]+)\s*(?:\^|\*\*)\s*([+-]?\d{1,4})\s*", text)
+    power = re.fullmatch(r"\s*([\d.]+)\s*(?:\^|\*\*)\s*([+-]?\d+)\s*", text)
     try:
         if power is not None:
             return math.pow(float(power[1]), int(power[2]))
-        return float(text)
-    except (ValueError, OverflowError):
+        number = float(text)
+    except OverflowError:
+        return _TOO_LARGE
+    except ValueError:
         return text.strip()
+    return _TOO_LARGE if math.isinf(number) and any(map(str.isdigit, text)) else number

@@ -4,6 +4,7 @@ export default {
     const word = h("span", { class: "ampw-word", role: "status" });
     const numbers = h("div", { class: "ampw-numbers" });
     const machine = h("span", { class: "ampw-machine" });
+    const label = h("span", { class: "ampw-dim" });
     const inForce = h("span", {});
     const waiting = h("span", { class: "ampw-chip", role: "status" });
     const rejection = h("p", { class: "ampw-rejection", role: "alert" });
@@ -12,12 +13,12 @@ export default {
     const cells = [];
     el.append(h("section", { class: "ampw-status", "aria-label": "Status" },
       h("div", { class: "ampw-top" }, word, numbers),
-      h("div", { class: "ampw-line" }, h("span", { class: "ampw-dim" }, "In force"), inForce, waiting, machine),
+      h("div", { class: "ampw-line" }, label, inForce, waiting, machine),
       rejection, error, notes));
 
     const draw = () => {
-      setText(word, model.get("word"));
-      word.dataset.tone = model.get("tone");
+      setText(word, kernel.lost() ? "no kernel" : model.get("word"));
+      word.dataset.tone = kernel.lost() ? "idle" : model.get("tone");
       for (const [i, [label, value, small, title]] of model.get("numbers").entries()) {
         if (!cells[i]) {
           cells[i] = { label: h("span", { class: "ampw-label" }), value: h("span", { class: "ampw-value" }), small: h("span", { class: "ampw-label" }) };
@@ -31,28 +32,32 @@ export default {
         cells[i].small.hidden = false; // keeps its line, so that nothing moves when it comes
       }
       setText(machine, model.get("machine"));
+      setText(label, model.get("in_force_label"));
+      inForce.classList.toggle("ampw-dim", model.get("locked") || kernel.lost());
       setText(inForce, model.get("in_force"));
       const waits = model.get("waiting");
       setText(waiting, waits && `waiting for the next step: ${waits}`);
       const reason = model.get("rejection");
       setText(rejection, reason && `Rejected: ${reason}`);
       setText(error, model.get("error"));
-      const sentences = model.get("notes");
+      const sentences = kernel.lost() ? [NO_KERNEL, ...model.get("notes")] : model.get("notes");
       if (JSON.stringify(sentences) !== notes.dataset.drawn) {
         notes.dataset.drawn = JSON.stringify(sentences);
         notes.replaceChildren(...sentences.map((sentence) => h("li", {}, sentence)));
         notes.hidden = sentences.length === 0;
       }
     };
+    const kernel = watchKernel(model, el, draw);
     model.on("change", draw);
     draw();
 
     const view = uid(); // Python redraws only while somebody looks
-    model.send({ view, open: true });
+    kernel.send({ view, open: true });
     const letGoOfKeys = keepKeys(el); // a long error is scrolled with the arrows
     return () => {
       letGoOfKeys();
-      model.send({ view, open: false });
+      kernel.send({ view, open: false });
+      kernel.remove();
     };
   },
 };

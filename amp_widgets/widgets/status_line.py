@@ -7,7 +7,7 @@ from typing import Any
 
 import traitlets
 
-from amp_widgets.core.run_state import RunState
+from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.core.settings import describe_changes, format_scale
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
@@ -34,6 +34,7 @@ class StatusLine(Control):
     tone = traitlets.Unicode(help="Colour of the word: active, waiting, idle, done or bad.").tag(sync=True)
     numbers: traitlets.List[Any] = traitlets.List(help="Of each: label, value, and small print.").tag(sync=True)
     machine = traitlets.Unicode().tag(sync=True)
+    in_force_label = traitlets.Unicode("In force").tag(sync=True)
     in_force = traitlets.Unicode().tag(sync=True)
     waiting = traitlets.Unicode().tag(sync=True)
     rejection = traitlets.Unicode().tag(sync=True)
@@ -42,16 +43,23 @@ class StatusLine(Control):
 
     def __init__(self, watched: Callable[[int], None], state: DashboardState | None = None) -> None:
         self._views: set[str] = set()
+        self.loop_runs = False
         super().__init__(watched, state)
+
+    loop_runs: bool
+    """Whether a loop of the user's own trains: steps go on, and no background run is alive. Shown with the next `render`."""
 
     def show_closed(self) -> None:
         """Show that the session is closed."""
-        self._put({"word": "closed", "tone": "idle", "waiting": "", "locked": True})
+        label = "closed: the model is as it was; last in force"
+        self._put({"word": "closed", "tone": "idle", "waiting": "", "in_force_label": label, "locked": True})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         word, tone = _WORDS[state.run]
-        if state.run == "none" and state.step == 0:
-            word, tone = "attached", "idle"
+        if self.loop_runs and state.run not in ALIVE:
+            word, tone = "your loop", "active"
+        elif state.run == "none" and state.step == 0:
+            word = "attached"
         return {
             "word": word,
             "tone": tone,
@@ -86,7 +94,7 @@ def in_force_text(state: DashboardState) -> str:
 
 
 _WORDS: Mapping[RunState, tuple[str, str]] = {
-    "none": ("your loop", "active"),
+    "none": ("idle", "idle"),
     "ready": ("ready", "idle"),
     "running": ("running", "active"),
     "paused": ("paused", "waiting"),

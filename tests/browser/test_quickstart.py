@@ -281,7 +281,10 @@ def test_a_rejected_request_and_a_failed_run_are_shown(open_notebook: OpenNotebo
 
 
 def test_a_background_run_is_controlled_while_other_cells_are_busy(open_notebook: OpenNotebook) -> None:
-    sleeps = "import time\nfinish = False\nend = time.monotonic() + 90\nwhile not finish and time.monotonic() < end:\n    time.sleep(0.05)"
+    sleeps = (
+        "import time\nfinish = False\nend = time.monotonic() + 90\n"
+        "while not finish and time.monotonic() < end:\n    time.sleep(0.05)"
+    )
     notebook = open_notebook([OWN_LOOP, "session.fit([(x, y)], nn.functional.cross_entropy, None)", sleeps, "session.wait()"])
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)

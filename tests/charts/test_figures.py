@@ -120,7 +120,7 @@ def test_each_applied_change_is_a_labelled_line_through_all_three() -> None:
     fig = figure((changes[0], event(1, "rejected"), changes[1], event(1, "note")), loss=[1, 2, 3])
     assert [(line.x0, line.x1, line.y0, line.yref) for line in fig.layout.shapes] == [(2, 2, 0, "paper"), (0, 0, 0, "paper")]
     assert all(line.y1 > 1 for line in fig.layout.shapes)
-    assert {"fp16", "2 layers checkpointed"} <= set(texts(fig))
+    assert {"fp16", "2 layers"} <= set(texts(fig))
     marks = trace(fig, "events", "marks")
     assert list(marks.x) == [0, 1, 2, 1]
     assert list(marks.text) == ["because"] * 4

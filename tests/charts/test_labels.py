@@ -1,6 +1,14 @@
 from __future__ import annotations
 
-from amp_widgets.charts.labels import LABEL_CHARACTERS, escaped, event_label, event_text, shortened
+from amp_widgets.charts.labels import (
+    LABEL_CHARACTERS,
+    SHORT_LABEL_CHARACTERS,
+    escaped,
+    event_label,
+    event_text,
+    short_event_label,
+    shortened,
+)
 from amp_widgets.core.history import Event
 
 
@@ -25,9 +33,9 @@ def test_labels_say_what_changed_in_few_words() -> None:
     assert label(min_scale=None, max_scale=2.0**20) == "no floor, cap 2^20"
     assert label(min_scale=1.0) == "floor 1"
     assert label(max_scale=None) == "no cap"
-    assert label(checkpointed=[]) == "no checkpointing"
-    assert label(checkpointed=("a",)) == "1 layer checkpointed"
-    assert label(checkpointed=["a", "b"]) == "2 layers checkpointed"
+    assert label(checkpointed=[]) == "0 layers"
+    assert label(checkpointed=("a",)) == "1 layer"
+    assert label(checkpointed=["a", "b"]) == "2 layers"
     assert label(autocast="fp16", init_scale=1024) == "fp16, scale 2^10"
     assert label(something="new") == "something new"
     assert label(something=True) == "something True"
@@ -38,9 +46,19 @@ def test_without_details_the_reason_is_the_label() -> None:
 
 
 def test_labels_are_short_and_cut_before_they_are_escaped() -> None:
-    assert label("<" * 50) == "&lt;" * (LABEL_CHARACTERS - 1) + "…"
+    assert label("<" * 99) == "&lt;" * (LABEL_CHARACTERS - 1) + "…"
     assert shortened("a b", 3) == "a b"
     assert shortened("ab cd", 4) == "ab…"
+
+
+def test_a_short_label_is_the_first_change_and_how_many_more() -> None:
+    def short(reason: str = "", **detail: object) -> str:
+        return short_event_label(Event(step=0, kind="applied", reason=reason, detail=detail, time_s=0.0))
+
+    assert short(autocast="fp16", init_scale=2.0**40, checkpointed=["a"], source="dashboard") == "fp16 +2"
+    assert short(checkpointed=["a"] * 4) == "4 layers"
+    assert short(growth_interval=1000, autocast="fp16") == "growth eve… +1"
+    assert short("<" * 50) == "&lt;" * (SHORT_LABEL_CHARACTERS - 1) + "…"
 
 
 def test_the_text_of_a_mark_is_the_whole_reason() -> None:

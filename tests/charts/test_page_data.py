@@ -94,7 +94,7 @@ def test_skips_and_changes_of_scale_have_no_mark_of_their_own() -> None:
     assert [mark["step"] for mark in added] == [0, 3, 4]
     assert added == page.events
     assert not reduced
-    assert added[0] == {"step": 0, "kind": "applied", "label": "at 0", "text": "at 0"}
+    assert added[0] == {"step": 0, "kind": "applied", "label": "at 0", "short": "at 0", "text": "at 0"}
 
 
 def test_of_very_many_events_the_newer_stay() -> None:
