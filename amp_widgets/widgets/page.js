@@ -29,6 +29,7 @@ function uid() {
 function frame(el, title, className) {
   el.classList.add("ampw");
   const titleId = uid();
+  let lost = false;
   const chip = h("span", { class: "ampw-chip", title: "In force from the next step", hidden: true }, "waiting");
   const body = h("div", { class: "ampw-body" });
   const heading = h("div", { class: "ampw-heading" }, h("h3", { id: titleId }, title), chip);
@@ -39,8 +40,9 @@ function frame(el, title, className) {
     body,
     heading,
     titleId,
-    setWaiting: (waits) => { if (chip.textContent === "waiting") chip.hidden = !waits; },
+    setWaiting: (waits) => { chip.hidden = !waits && !lost; },
     showLost: () => {
+      lost = true;
       chip.textContent = NO_KERNEL;
       chip.title = "The kernel of this view was restarted or has ended";
       chip.hidden = false;
@@ -71,8 +73,8 @@ function keepEscape(event) {
 }
 
 /**
- * Whether the kernel behind a view is gone. The first part of a dashboard to find out, because its channel was closed or a message
- * could not be sent, tells the others; each then calls its `draw`.
+ * Whether the kernel behind a view is gone. The first part of a dashboard to find out, because a message could not be sent, tells
+ * the others; each then calls its `draw`.
  */
 function watchKernel(model, el, draw) {
   let lost = false;
@@ -84,7 +86,6 @@ function watchKernel(model, el, draw) {
   };
   document.addEventListener(LOST, takeLoss);
   const lose = () => document.dispatchEvent(new CustomEvent(LOST, { detail: dashboard() }));
-  model.on("comm_live_update", lose); // ipywidgets, when the kernel is restarted
   return {
     lost: () => lost,
     remove: () => document.removeEventListener(LOST, takeLoss),

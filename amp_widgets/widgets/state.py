@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from amp_widgets.core.history import History
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DashboardState:
     """A snapshot of a session: all that the controls show.

@@ -48,6 +48,11 @@ export default {
       }
     };
     const kernel = watchKernel(model, el, draw);
+    let probe = 0;
+    model.on("comm_live_update", () => { // ipywidgets, when the kernel restarts, but also when only the network is gone for a while
+      clearTimeout(probe);
+      probe = setTimeout(() => kernel.send({ view, open: true }), 500);
+    });
     model.on("change", draw);
     draw();
 
@@ -56,6 +61,7 @@ export default {
     const letGoOfKeys = keepKeys(el); // a long error is scrolled with the arrows
     return () => {
       letGoOfKeys();
+      clearTimeout(probe);
       kernel.send({ view, open: false });
       kernel.remove();
     };

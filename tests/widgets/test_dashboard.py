@@ -13,7 +13,7 @@ from ipywidgets.widgets.widget import _instances as REGISTRY  # every widget tha
 
 from amp_widgets.core.settings import Settings
 from amp_widgets.widgets.autocast_control import AutocastControl
-from amp_widgets.widgets.dashboard import CALM_S, IDLE_S, NUMBERS_S, PULL_S, Dashboard
+from amp_widgets.widgets.dashboard import CALM_S, COMPLAINT_S, IDLE_S, NUMBERS_S, PULL_S, QUIET_S, Dashboard
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.run_control import RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
@@ -203,6 +203,87 @@ def test_a_run_error_is_shown(make, session_of) -> None:
     session.put(run="stopped")  # the page does not know yet
     say(dashboard, RunControl, command="resume")
     assert part(dashboard, StatusLine).rejection == "resume: the run is stopped, expected paused"
+
+
+def test_a_button_pressed_twice_was_pressed_once(make, session_of, clock: Clock) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    status = part(dashboard, StatusLine)
+    say(dashboard, RunControl, command="pause")
+    clock.pass_(0.3)
+    say(dashboard, RunControl, command="pause")
+    assert (status.word, status.rejection) == ("paused", "")
+    clock.pass_(2)
+    say(dashboard, RunControl, command="pause")
+    assert status.rejection == "pause: the run is paused, expected running"
+
+
+def test_a_complaint_goes_when_the_run_has_moved_on(make, session_of, clock: Clock) -> None:
+    session = session_of(run="stopped")
+    dashboard = make(session)
+    status = part(dashboard, StatusLine)
+    say(dashboard, RunControl, command="resume")
+    for _ in range(5):
+        clock.pass_(1)
+        dashboard.tick()
+    assert status.rejection == "resume: the run is stopped, expected paused"
+    session.put(run="running", step=1)
+    dashboard.tick()
+    assert status.rejection == ""
+
+
+def test_a_complaint_can_be_read_before_it_goes(make, session_of, clock: Clock) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    status = part(dashboard, StatusLine)
+    say(dashboard, LayersControl, pattern="layrs.*")
+    session.put(run="paused")
+    clock.pass_(COMPLAINT_S / 2)
+    dashboard.tick()
+    assert status.rejection
+    clock.pass_(COMPLAINT_S / 2)
+    dashboard.tick()
+    assert status.rejection == ""
+
+
+@pytest.mark.parametrize(("run", "before", "after"), [("none", "attached", "idle"), ("ready", "ready", "ready")])
+def test_the_loop_in_a_cell_is_told_by_its_steps(make, session_of, clock: Clock, run: str, before: str, after: str) -> None:
+    session = session_of(run=run)
+    dashboard = make(session)
+    status = part(dashboard, StatusLine)
+    assert status.word == before
+    clock.pass_(1)
+    session.put(step=1, step_s=0.1)
+    dashboard.tick()
+    assert (status.word, status.tone) == ("your loop", "active")
+    clock.pass_(QUIET_S * 0.9)
+    dashboard.tick()
+    assert status.word == "your loop"
+    clock.pass_(QUIET_S * 0.2)
+    dashboard.tick()  # nothing in the session has changed
+    assert (status.word, status.tone) == (after, "idle")
+
+
+def test_slow_steps_are_waited_for(make, session_of, clock: Clock) -> None:
+    session = session_of()
+    dashboard = make(session)
+    session.put(step=1, step_s=10.0)
+    dashboard.tick()
+    clock.pass_(45)
+    dashboard.tick()
+    assert part(dashboard, StatusLine).word == "your loop"
+    clock.pass_(6)
+    dashboard.tick()
+    assert part(dashboard, StatusLine).word == "idle"
+
+
+def test_the_last_step_of_a_background_run_is_no_loop_in_a_cell(make, session_of, clock: Clock) -> None:
+    session = session_of(run="running", step=1)
+    dashboard = make(session)
+    session.put(run="finished", step=2)
+    clock.pass_(1)
+    dashboard.tick()
+    assert part(dashboard, StatusLine).word == "finished"
 
 
 def test_an_unexpected_error_of_a_request_is_shown(make, session_of, monkeypatch) -> None:

@@ -30,9 +30,14 @@ window.mount = async (esm, css, state) => {
   const model = {
     get: (name) => state[name],
     on: (name, listener) => { (listeners[name] ??= []).push(listener); },
-    send: (message) => window.sent.push(message),
+    send: (message) => {
+      if (window.gone) throw new Error("Cannot send");
+      window.sent.push(message);
+    },
   };
   window.update = (changes) => { Object.assign(state, changes); emit("change"); };
+  window.emit = emit;
+  window.gone = false;
   window.tell = (message) => emit("msg:custom", message);
   const url = URL.createObjectURL(new Blob([esm], { type: "text/javascript" }));
   const module = await import(url);
@@ -245,6 +250,50 @@ def test_a_refused_value_falls_back_to_the_one_in_force(show, state, asked) -> N
     assert (asked, field.input_value()) == ([{"growth_factor": 0.5}], "2")
 
 
+def test_enter_asks_once_and_keeps_the_focus(show, state, asked) -> None:
+    view = show(ScalerControl, state(autocast="fp16"))
+    # a notebook may swallow what makes a browser take Enter for a change
+    view.page.evaluate("() => document.addEventListener('keypress', (event) => event.preventDefault(), true)")
+    field = view.role("textbox", "Cap")
+    field.fill("2^24")
+    field.press("Enter")
+    field.press("Enter")
+    assert field.evaluate("(field) => field === document.activeElement")
+    field.blur()
+    view.sync()
+    assert asked == [{"max_scale": 2.0**24}]
+    view.render(state(autocast="fp16", max_scale=2.0**24))
+    field.focus()
+    field.blur()
+    field.fill("2^20")
+    field.blur()  # leaving a field asks as well
+    view.sync()
+    assert asked == [{"max_scale": 2.0**24}, {"max_scale": 2.0**20}]
+
+
+def test_escape_and_space_are_not_for_the_notebook(show, state, asked) -> None:
+    view = show(ScalerControl, state(autocast="fp16"))
+    view.page.evaluate("""() => {
+        window.seen = [];
+        document.body.addEventListener("keydown", (event) => window.seen.push([event.key, event.defaultPrevented]));
+    }""")
+    field = view.role("textbox", "Growth interval")
+    field.fill("7")
+    field.press("Escape")
+    assert field.evaluate("(field) => field === document.activeElement")
+    field.blur()
+    view.role("slider", "Initial scale").press(" ")
+    assert view.page.evaluate("() => window.seen") == [[" ", True]]
+    view.sync()
+    assert (asked, field.input_value()) == ([], "2000")
+
+
+def test_a_scale_beside_the_slider_is_read_out_as_it_is(show, state) -> None:
+    view = show(ScalerControl, state(autocast="fp16", init_scale=1000.0))
+    assert view.role("slider", "Initial scale").get_attribute("aria-valuetext") == "1000"
+    assert view.page.locator("output").inner_text() == "1000"
+
+
 # ---- layers ----
 
 
@@ -376,6 +425,20 @@ def test_the_keyboards_place_is_kept_when_a_button_is_disabled(show, state, aske
     view.page.wait_for_function("() => document.activeElement.textContent === 'Pause'")
 
 
+def test_a_second_press_before_the_answer_is_none(show, state, asked) -> None:
+    view = show(RunControl, state(run="running", step=1))
+    pause = view.role("button", "Pause")
+    pause.dblclick()
+    assert pause.get_attribute("aria-disabled") == "true"
+    view.sync()
+    assert asked == ["pause"]
+    assert pause.get_attribute("aria-disabled") == "false"
+    for key in ("Enter", "Space"):
+        pause.press(key)
+        view.sync()
+    assert asked == ["pause"] * 3
+
+
 # ---- status ----
 
 
@@ -434,6 +497,74 @@ def test_every_control_fits_and_is_labelled_and_can_be_locked(show, state, kind:
     view.to_page()
     enabled = """() => [...document.querySelectorAll("input:enabled, button:enabled:not(.ampw-twisty)")].length"""
     assert view.page.evaluate(enabled) == 0
+
+
+@pytest.mark.parametrize("size", [13, 16, 20])
+@pytest.mark.parametrize("em", [14, 18, 24])
+@pytest.mark.parametrize("kind", [ScalerControl, RunControl, LayersControl])
+def test_nothing_overlaps_in_larger_type(show, state, kind: type[Control], em: int, size: int) -> None:
+    view = show(kind, state(run="ready", autocast="fp16", scale=2.0**40))
+    style = f"width: {em}em; font-size: {size}px; --jp-ui-font-size1: {size}px"
+    view.page.evaluate("(style) => document.querySelector('.ampw').setAttribute('style', style)", style)
+    sticking_out = """() => {
+        const right = document.querySelector(".ampw-panel").getBoundingClientRect().right + 0.5;
+        const inner = [...document.querySelectorAll(".ampw button:not(.ampw-twisty), .ampw-field label, .ampw input")];
+        const boxes = inner.filter((one) => !one.closest(".ampw-tree"));
+        return boxes.filter((one) => one.getBoundingClientRect().right > right || one.scrollWidth > one.clientWidth + 1)
+            .map((one) => one.textContent || one.id);
+    }"""
+    assert view.page.evaluate(sticking_out) == []
+
+
+def test_the_chosen_format_can_be_read_under_the_mouse(show, state) -> None:
+    view = show(AutocastControl, state())
+    chosen = view.page.locator(".ampw-segment").first
+    colours = "(one) => [getComputedStyle(one).color, getComputedStyle(one).backgroundColor]"
+    before = chosen.evaluate(colours)
+    chosen.hover()
+    assert chosen.evaluate(colours) == before
+    other = view.page.locator(".ampw-segment").nth(1)
+    before = other.evaluate(colours)
+    other.hover()
+    assert other.evaluate(colours) != before
+
+
+@pytest.mark.parametrize(
+    ("kind", "element"),
+    [(AutocastControl, "input:not(:checked)"), (ScalerControl, "input"), (RunControl, "button"), (LayersControl, "button")],
+)
+def test_without_a_kernel_a_control_says_so_and_is_locked(show, state, kind: type[Control], element: str) -> None:
+    view = show(kind, state(run="ready", step=1))
+    view.page.evaluate("() => { window.gone = true; }")
+    view.page.locator(element).first.click()
+    assert view.page.get_by_text("no kernel: run the cell again").is_visible()
+    assert view.page.locator("input:enabled, button:enabled:not(.ampw-twisty)").count() == 0
+
+
+def test_the_status_line_finds_out_by_itself_and_tells_the_dashboard(show, state) -> None:
+    view = show(StatusLine, state(run="running", step=1), lambda _: None)
+    view.page.evaluate("""() => {
+        window.told = 0;
+        document.addEventListener("amp-widgets-lost", () => window.told++);
+        window.emit("comm_live_update"); // a network that was gone for a while
+    }""")
+    view.page.wait_for_function("() => window.sent.length === 2")
+    assert view.page.get_by_text("running", exact=True).is_visible()
+    view.page.evaluate("() => { window.gone = true; window.emit('comm_live_update'); }")
+    view.page.wait_for_function("() => window.told === 1")
+    assert view.page.locator(".ampw-word").inner_text() == "no kernel"
+    assert view.page.get_by_text("no kernel: run the cell again").is_visible()
+    assert view.page.locator(".ampw-word").get_attribute("data-tone") == "idle"
+    view.page.evaluate("() => window.remove()")
+
+
+def test_the_reason_in_a_row_keeps_off_its_edges(show, state) -> None:
+    view = show(LayersControl, state())
+    row = view.page.locator(".ampw-row").nth(2)
+    outer, name = row.bounding_box(), row.locator(".ampw-name").bounding_box()
+    why = row.locator(".ampw-why").bounding_box()
+    assert name["y"] - outer["y"] >= 3
+    assert outer["y"] + outer["height"] - why["y"] - why["height"] >= 2
 
 
 @pytest.mark.parametrize("kind", [AutocastControl, ScalerControl, RunControl, LayersControl])

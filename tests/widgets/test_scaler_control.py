@@ -97,7 +97,6 @@ def test_a_waiting_value_is_shown_and_marked(state, messages) -> None:
         ("max_scale", "2**24", 2.0**24),
         ("max_scale", "1e6", 1e6),
         ("growth_factor", "two", "two"),
-        ("min_scale", "2^9999", "2^9999"),
     ],
 )
 def test_the_user_asks_once(control, asked, setting: str, value: object, expected: object) -> None:
@@ -124,6 +123,14 @@ def test_an_emptied_field_means_none(asked, state, text: str) -> None:
 def test_what_is_typed_wrongly_is_refused_by_the_settings_with_what_was_typed(control, asked) -> None:
     say(control, "growth_factor", "twice")
     with pytest.raises(SettingsError, match="got 'twice', expected a number"):
+        Settings().replace(**asked[0])
+
+
+@pytest.mark.parametrize("text", ["2^9999", "2**99999", "1e999"])
+@pytest.mark.parametrize("setting", ["min_scale", "growth_factor", "growth_interval"])
+def test_a_number_beyond_all_floats_is_refused_as_too_large(control, asked, setting: str, text: str) -> None:
+    say(control, setting, text)
+    with pytest.raises(SettingsError, match="too large"):
         Settings().replace(**asked[0])
 
 

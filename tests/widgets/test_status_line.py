@@ -42,7 +42,7 @@ def test_what_is_not_known_is_a_dash(state) -> None:
 def test_every_state_of_a_run_has_a_word_and_a_colour(state) -> None:
     words = {run: StatusLine(nobody, state(run=run, step=1)) for run in get_args(RunState)}
     assert {run: (line.word, line.tone) for run, line in words.items()} == {
-        "none": ("your loop", "active"),
+        "none": ("idle", "idle"),
         "ready": ("ready", "idle"),
         "running": ("running", "active"),
         "paused": ("paused", "waiting"),
@@ -98,3 +98,13 @@ def test_closed(state) -> None:
     shown = StatusLine(nobody, state(run="running", pending={"autocast": "fp16"}))
     shown.show_closed()
     assert (shown.word, shown.tone, shown.waiting) == ("closed", "idle", "")
+    assert shown.in_force_label == "closed: the model is as it was; last in force"
+
+
+def test_a_loop_of_the_users_own(state) -> None:
+    shown = StatusLine(nobody, state())
+    assert shown.word == "attached"
+    shown.loop_runs = True
+    for run, word in (("none", "your loop"), ("ready", "your loop"), ("finished", "your loop"), ("running", "running")):
+        shown.render(state(run=run, step=1))
+        assert (shown.word, shown.tone) == (word, "active")
