@@ -310,7 +310,7 @@ class View {
     const plotWidth = layout.width - layout.margin.l - layout.margin.r;
     const named = (name) => layout.annotations.find((annotation) => annotation.name === name);
     if (this.logLoss) {
-      Object.assign(layout.yaxis, { type: "log", tickformat: "~g", dtick: undefined }); // with powers of ten the font would be larger
+      Object.assign(layout.yaxis, { type: "log", tickformat: "~g", dtick: this.logDtick(lines.loss.y) }); // with powers of ten the font would be larger
       const none = !lines.loss.y.some((loss) => loss > 0);
       if (none && lines.loss.x.length) Object.assign(named("note loss"), { visible: true, text: "no loss above 0" });
       if (none) layout.yaxis.showticklabels = false;
@@ -324,6 +324,14 @@ class View {
     layout.yaxis2.dtick = span > 6 ? 2 ** Math.ceil(Math.log2(span / 6)) : 1;
     if (range[1] - range[0] < 10) layout.xaxis.dtick = 1;
     else delete layout.xaxis.dtick;
+  }
+
+  // Labels of all digits collide where there is more than half a decade: then 1, 2 and 5 have one. Else Plotly chooses.
+  logDtick(losses) {
+    const now = this.plot._fullLayout?.yaxis;
+    const known = now?.type === "log" && !now.autorange;
+    const [low, high] = known ? now.range : extent(losses.filter((loss) => loss > 0).map(Math.log10));
+    return high - low > 0.5 && high - low < 3 ? "D2" : undefined;
   }
 
   // As flags.py places them, within what is shown.
@@ -375,6 +383,9 @@ class View {
     const text = of("--jp-ui-font-color1", layout.font.color);
     Object.assign(layout, { paper_bgcolor: background, plot_bgcolor: background });
     layout.font.color = text;
+    layout.modebar.activecolor = text;
+    this.plot.style.setProperty("--amp-chart-tool", layout.modebar.color);
+    this.plot.style.setProperty("--amp-chart-active-tool", text);
     layout.hoverlabel.bgcolor = background;
     layout.hoverlabel.font.color = text;
     for (const annotation of layout.annotations) {

@@ -307,14 +307,15 @@ def test_tool_icons_stand_out_in_both_themes(open_notebook: OpenNotebook) -> Non
     fills = """root => [...root.querySelectorAll('.modebar-btn')].map(
         one => [one.dataset.title, getComputedStyle(one.querySelector('path')).fill])"""
     root.hover()
-    for theme, active, others in (("light", "33, 33, 33", "107, 107, 107"), ("dark", "232, 232, 232", "160, 160, 160")):
+    light, dark = "rgba(0, 0, 0, 0.87)", "rgba(255, 255, 255, 0.87)"  # JupyterLab's text
+    for theme, active, others in (("light", light, "107, 107, 107"), ("dark", dark, "160, 160, 160")):
         notebook.set_theme(theme)  # type: ignore[arg-type]
         notebook.page.wait_for_timeout(1500)
         found = dict(root.evaluate(fills))
-        assert found.pop("Zoom") == f"rgb({active})"
+        assert found.pop("Zoom") == active
         assert set(found.values()) == {f"rgb({others})"}
         root.get_by_role("button", name="Pan").hover()
-        assert dict(root.evaluate(fills))["Pan"] == f"rgb({active})"
+        assert dict(root.evaluate(fills))["Pan"] == active
         notebook.screenshot(f"live-chart-tools-{theme}", root)
         root.locator(".amp-chart-bar").hover()
 
@@ -337,11 +338,12 @@ chart.pull(history)
     seen = shown(notebook, 59)
     labels = {"fp16", "scale 2^40", "4 layers", "fp16, scale 2^40, 1 layer", "2 layers", "0 layers"}
     assert labels <= set(seen["annotations"])
-    assert "60 steps, loss 1.57, loss not scaled" in seen["label"]
+    assert "60 steps, loss 1.570, loss not scaled" in seen["label"]
     root.get_by_role("button", name="Log loss").click()
     notebook.page.wait_for_timeout(500)
     sizes = "root => [...new Set([...root.querySelectorAll('.ytick text')].map(one => one.style.fontSize))]"
     assert root.evaluate(sizes) == ["12px"]
+    assert root.locator(".ytick text").all_text_contents() == ["2", "5", "10", "20"]
     notebook.screenshot("live-chart-labels", root)
     notebook.run_and_wait(3)
     shown(notebook, 0)
