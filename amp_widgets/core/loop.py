@@ -430,7 +430,9 @@ class LiveLoop:
             self._hooks.disarm_forward()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_ours(optimizer) or not self._owner_is_here() or (self._open is not None and self._open.scaler_used):
+        if self._open is not None and self._open.scaler_used:
+            return  # the boundary is the scaler's update()
+        if not self._owner_is_here() or not self._is_ours(optimizer):
             return
         again = id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
