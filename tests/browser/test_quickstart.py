@@ -308,3 +308,27 @@ def test_a_background_run_is_controlled_while_other_cells_are_busy(open_notebook
     board.press("Stop")
     notebook.wait_cell(3, SLOW_S)
     assert board.python("run_state") == "stopped"
+
+
+def test_typing_in_the_fields_reaches_the_session_and_not_the_notebook(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([OWN_LOOP, "1 + 1"])
+    notebook.run_and_wait(0, SLOW_S)
+    board = Dashboard(notebook, 0)
+    cells = len(notebook.cell_sources())
+    field = board.area.get_by_role("textbox", name="Growth factor")
+    field.fill("3")
+    field.press("Enter")
+    board.wait(
+        lambda: board.python("dashboard_state().requested('growth_factor')") == 3.0, "Enter does not ask for what was typed"
+    )
+    field.fill("4")
+    field.press("Escape")
+    assert field.input_value() == "3"
+    slider = board.area.get_by_role("slider", name="Initial scale")
+    for key in ("x", "d", "d", "b", "a", "Space"):
+        notebook.page.keyboard.press(key)
+        slider.press(key)
+    board.area.get_by_role("radio", name="bf16").press("Space")
+    board.wait(lambda: board.python("dashboard_state().requested('autocast')") == "bf16", "Space does not choose a dtype")
+    assert len(notebook.cell_sources()) == cells
+    assert notebook.cell_sources()[1] == "1 + 1"
