@@ -26,6 +26,15 @@ def session() -> Any:
     made.close()
 
 
+def train_step(session: AmpSession, model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    with session.autocast():
+        loss = model(torch.ones(2, 3)).float().sum() * factor
+    session.scaler.scale(loss).backward()
+    session.scaler.step(optimizer)
+    session.scaler.update()
+
+
 def test_steps_pass_batches_through_with_one_bar(session: AmpSession) -> None:
     batches = [object(), object(), object()]
     shown = io.StringIO()
@@ -61,12 +70,7 @@ def test_last_step_skipped_guards_a_scheduler(session: AmpSession) -> None:
     model = session._model
     assert model is not None
     for factor in (1.0, math.inf, 1.0):
-        optimizer.zero_grad()
-        with session.autocast():
-            loss = model(torch.ones(2, 3)).float().sum() * factor
-        session.scaler.scale(loss).backward()
-        session.scaler.step(optimizer)
-        session.scaler.update()
+        train_step(session, model, optimizer, factor)
         assert session.last_step_skipped is (factor == math.inf)
         if not session.last_step_skipped:
             scheduler.step()
@@ -132,22 +136,14 @@ def test_a_step_that_could_not_be_measured_is_said(session: AmpSession) -> None:
     assert model is not None
     (optimizer,) = session._optimizers
 
-    def step() -> None:
-        optimizer.zero_grad()
-        with session.autocast():
-            loss = model(torch.ones(2, 3)).sum()
-        session.scaler.scale(loss).backward()
-        session.scaler.step(optimizer)
-        session.scaler.update()
-
-    step()
+    train_step(session, model, optimizer)
     assert session.dashboard_state().notes == ()
     with FlopCounterMode(display=False):
-        step()
+        train_step(session, model, optimizer)
     assert session.dashboard_state().notes == (
         "The memory of the last step was not measured: another dispatch mode was active when the step began.",
     )
-    step()
+    train_step(session, model, optimizer)
     assert session.dashboard_state().notes == ()
 
 
@@ -180,12 +176,7 @@ def test_last_step_skipped_goes_on_after_close(session: AmpSession) -> None:
     for step, factor in enumerate((1.0, math.inf, 1.0, math.inf, 1.0)):
         if step == 2:
             session.close()
-        optimizer.zero_grad()
-        with session.autocast():
-            loss = model(torch.ones(2, 3)).float().sum() * factor
-        session.scaler.scale(loss).backward()
-        session.scaler.step(optimizer)
-        session.scaler.update()
+        train_step(session, model, optimizer, factor)
         told.append(session.last_step_skipped)
     assert told == [False, True, False, True, False]
     with pytest.raises(SessionClosedError, match="start: the session was closed"):

@@ -560,7 +560,7 @@ class LiveLoop:
             try:
                 self._checkpointing.apply(settings.checkpointed)
             except SettingsError:
-                pass  # a layer in force has left the model: nothing was switched by this request either
+                pass  # a layer in force has left the model, which is why nothing was switched: `apply` does all or nothing
 
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
