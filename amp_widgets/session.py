@@ -18,6 +18,7 @@ from amp_widgets import kernel
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.run_state import ALIVE, RunState
+from amp_widgets.core.settings import describe_changes
 from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError
 from amp_widgets.runner import Runner, Training, last_lines
 from amp_widgets.widgets.state import DashboardState
@@ -353,6 +354,8 @@ class AmpSession(LiveLoop):
             notes.append(f"The memory of the last step was not measured: {gap}.")
         if self._pump is not None and self._pump.why_not:
             notes.append(self._pump.why_not)
+        notes += [f"From step {request.at_step} on: {describe_changes(request.changes)}." for request in self.scheduled]
+        notes += [said for remark in tuple(self.remarks) if (said := remark())]
         return tuple(notes)
 
 

@@ -20,7 +20,8 @@ from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecor
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.compiled import frames_compiled
-from amp_widgets.core.readback import Readback
+from amp_widgets.core.optimizers import OptimizerSteps
+from amp_widgets.core.readback import Readback, host_value
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_changes
@@ -86,8 +87,11 @@ class LiveLoop:
         """Called after every step, on the training thread."""
         self.at_boundary = False
         """Whether they are being called."""
+        self.remarks: list[Callable[[], str | None]] = []
+        """Each may have a plain sentence to say beside the controls."""
         self._model: nn.Module | None = model
         self._optimizers = tuple(optimizers)
+        self._optimizer_steps = OptimizerSteps(optimizers)
         self._module_ids = {id(module) for module in model.modules()}
         self._clock = clock
         self._lock = threading.RLock()
@@ -97,9 +101,11 @@ class LiveLoop:
         self._layers = self._checkpointing.layers
         self._support = autocast_support(self.device)
         self._queue = RequestQueue(self.device, self._support, self._checkpointing)
+        self._overridden: set[str] = set()  # settings that were asked for, in a loop that has its own
         self._scaler = LiveScaler(self.device.type, self._settings)
         self._scaler.listen(self)
-        self._meter: MemoryMeter = meter_for(model, self._optimizers, reset_peak=reset_peak)
+        self._scalers = [self._scaler]
+        self._meter: MemoryMeter = meter_for(model, optimizers, reset_peak=reset_peak)
         self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
 
         self._step = 0
@@ -107,8 +113,6 @@ class LiveLoop:
         self._open: _OpenStep | None = None
         self._owner: int | None = None
         self._closed = False
-        self._stepped: set[int] = set()
-        self._known: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
 
         self._hooks = Hooks(self)
         self._watch_forwards = not self._checkpointing.compiled
@@ -206,15 +210,46 @@ class LiveLoop:
             After `close`.
         """
         with self._lock:
-            if self._closed:
-                raise SessionClosedError(
-                    "request: this session was closed, and no longer controls the model; make a new AmpSession"
-                )
+            self._check_open("request")
             try:
                 return self._queue.add(changes, source, self._settings)
             except SettingsError as error:
                 self._reject(str(error), changes, source)
                 raise
+
+    def schedule(self, *, at_step: int, source: str = "schedule", **changes: Any) -> Request:
+        """Ask for settings from a later step on, from any thread; an event then, like every request.
+
+        Parameters
+        ----------
+        at_step
+            The first step with them; steps count from 0.
+        source, **changes
+            As in `request`. They are checked now, and again when their turn comes, before what is asked for meanwhile.
+
+        Raises
+        ------
+        SettingsError
+            When `at_step` has begun already, or the request cannot be met as far as is known now.
+        SessionClosedError
+            After `close`.
+        """
+        with self._lock:
+            self._check_open("schedule")
+            try:
+                first = self._step if self._open is None else self._step + 1
+                if type(at_step) is not int or at_step < first:
+                    raise SettingsError(f"at_step: got {at_step!r}, expected a whole number, at least {first}, which begins next")
+                return self._queue.schedule(at_step, changes, source, self._settings)
+            except SettingsError as error:
+                self._reject(str(error), changes, source)
+                raise
+
+    @property
+    def scheduled(self) -> tuple[Request, ...]:
+        """What waits for a later step, by step."""
+        with self._lock:
+            return self._queue.scheduled
 
     def apply_pending(self) -> None:
         """Apply what waits, if no step is in progress; for the thread that trains."""
@@ -243,7 +278,7 @@ class LiveLoop:
         """How the loop stands; never waits for the device."""
         return self._journal.status(
             step=self._step,
-            scale=self._settings.start_scale if self._settings.scales_loss else None,
+            scale=self._settings.start_scale if self._scaler.is_enabled() else None,
             overall_peak_bytes=self._meter.overall_peak_bytes,
         )
 
@@ -321,9 +356,10 @@ class LiveLoop:
         if self._open is None:
             return
         self._open = None
-        self._stepped.clear()
+        self._optimizer_steps.abandon()
         self._meter.abandon()
-        self._scaler.abandon_step()
+        for scaler in self._scalers:
+            scaler.abandon_step()
         self._arm()
 
     def break_off_step(self) -> None:
@@ -346,6 +382,8 @@ class LiveLoop:
         """Let go of the model: no layer checkpointed, no hook left; the scaler goes on as a plain ``GradScaler``."""
         if self._closed:
             return
+        if self._optimizer_steps.awaits_more:
+            self._complete()
         self._meter.abandon()
         self._open = None
         self._journal.write(wait=True)
@@ -355,13 +393,102 @@ class LiveLoop:
             self._hooks.disarm_forward()
             self._layers = self._checkpointing.layers
             self._finalizer()
-            self._scaler.release()
+            for scaler in self._scalers:
+                scaler.release()
             if self._model is not None:
                 _attached.pop(self._model, None)
             self._model = None
             self._optimizers = ()
-            self._known.clear()
+            self._optimizer_steps.clear()
             self.on_boundary.clear()
+            self.remarks.clear()
+
+    # ---- a loop that knows nothing of it (capture) ------------------------------------------------------------------
+
+    def found(self, **settings: Any) -> None:
+        """The user's own loop has these settings: they are in force where no request has overridden them; no event."""
+        with self._lock:
+            theirs = {name: value for name, value in settings.items() if name not in self._overridden}
+            self._settings = self._settings.replace(**theirs)
+
+    def adopt_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Watch and control the user's own scaler; the ends of steps are told by the first one adopted.
+
+        Raises
+        ------
+        TypeError
+            When its class cannot be extended.
+        """
+        if not self.has_users_scaler:
+            self.found(**_rules_of(scaler))
+        live = LiveScaler.adopt(scaler, self._settings)
+        if self._overrides_scaler:
+            live.configure(self._settings, set_scale=False)
+        if not self.has_users_scaler:
+            self._scaler = live
+            self._scalers.clear()
+            live.listen(self)
+        self._scalers.append(live)
+
+    @property
+    def has_users_scaler(self) -> bool:
+        """Whether the user's loop has a scaler of its own."""
+        return self._scaler.adopted
+
+    @property
+    def overrides_autocast(self) -> bool:
+        """Whether autocast was asked for: the user's own regions take the format in force then."""
+        return "autocast" in self._overridden
+
+    @property
+    def adds_scaling(self) -> bool:
+        """Whether the loss of a loop without a scaler is to be scaled, because that was asked for."""
+        return self._settings.scales_loss and not self.has_users_scaler and not self._overridden.isdisjoint(_SCALING)
+
+    def backward_begins(self, tensors: Any, *, scale: bool) -> Any:
+        """A backward pass from `tensors` is about to begin, in a loop without a scaler. Returns what it is to begin from.
+
+        Parameters
+        ----------
+        tensors
+            As ``torch.autograd.backward`` takes them.
+        scale
+            Whether they may be scaled.
+        """
+        if self._open is None and self._watch_forwards:
+            return tensors  # of another model
+        self._begin()
+        step = self._open
+        if step is None or not self._owner_is_here() or (step.scaler_used and not step.scaling_added):
+            return tensors
+        if scale and self.adds_scaling:
+            step.scaling_added = True
+            return self._scaler.scale(tensors)
+        step.trained = True
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if isinstance(tensor, torch.Tensor):
+                self._add_loss(tensor)
+        return tensors
+
+    @property
+    def scaling_added(self) -> bool:
+        """Whether the loss was scaled in the step in progress without the user's loop knowing of it."""
+        return self._open is not None and self._open.scaling_added
+
+    def count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let this optimizer's steps count, though it has none of the model's parameters."""
+        self._optimizer_steps.count_as_ours(optimizer)
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether it is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
+        if id(module) in self._module_ids:
+            return True
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        return inner is not None and id(inner) in self._module_ids
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's steps count as the model's."""
+        return self._optimizer_steps.is_ours(optimizer, self._model)
 
     # ---- told by the autocast region (Autocasting) ------------------------------------------------------------------
 
@@ -414,10 +541,8 @@ class LiveLoop:
     # ---- told by torch's hooks (HookListener) -------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        if id(module) not in self._module_ids:
-            inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)  # compiled, DDP, DataParallel
-            if inner is None or id(inner) not in self._module_ids:
-                return
+        if not self.owns(module):
+            return
         if is_compiled_wrapper(module):
             self._watch_forwards = False  # torch warns of global hooks at every call of a compiled model
         if not torch.is_grad_enabled():
@@ -430,19 +555,24 @@ class LiveLoop:
             self._hooks.disarm_forward()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._open is not None and self._open.scaler_used:
+        step = self._open
+        if step is not None and step.scaler_used and not step.scaling_added:
             return  # the boundary is the scaler's update()
-        if not self._owner_is_here() or not self._is_ours(optimizer):
+        if not self._owner_is_here() or not self.trains(optimizer):
             return
-        again = id(optimizer) in self._stepped
-        self._stepped.add(id(optimizer))
-        if again or len(self._stepped) >= len(self._optimizers):
-            self._end(ScaledStep(None, None, False, None))
+        if self._optimizer_steps.completes(optimizer, in_progress=step is not None):
+            self._complete()
+        elif self._optimizer_steps.awaits_more:
+            self._arm()
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def _begin(self, *, by_autocast: bool = False) -> None:
-        if self._open is not None or self._closed or not self._owner_is_here():
+        if self._open is not None:
+            if not self._optimizer_steps.awaits_more or not self._owner_is_here():
+                return
+            self._complete()
+        if self._closed or not self._owner_is_here():
             return
         self._apply_queue()
         if not by_autocast:
@@ -454,13 +584,20 @@ class LiveLoop:
         self._note_heard(begun_s)
         self._open = _OpenStep(by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device))
 
+    def _complete(self) -> None:
+        """End a step that the optimizers have made."""
+        if self.scaling_added:
+            self._scaler.update()  # which tells its listener
+        else:
+            self._end(ScaledStep(None, None, False, None))
+
     def _end(self, scaled: ScaledStep) -> None:
         if self._closed or not self._owner_is_here():
             return
         opened, self._open = self._open, None
         now_s = self._clock()
         self._note_heard(now_s)
-        self._stepped.clear()
+        self._optimizer_steps.ended()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
         reading = self._meter.end() if opened is not None and opened.measured else None
@@ -509,16 +646,6 @@ class LiveLoop:
     def _owner_is_here(self) -> bool:
         return self._owner is None or self._owner == threading.get_ident()
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._optimizers:
-            return any(optimizer is ours for ours in self._optimizers)
-        known = self._known.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            ids = set() if self._model is None else {id(p) for p in self._model.parameters()}
-            ours = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-            known = self._known[id(optimizer)] = (weakref.ref(optimizer), ours)
-        return known[1]
-
     def _arm(self) -> None:
         # never where torch.compile is in use: it compiles anew for every global hook that comes or goes
         if self._watch_forwards and self._owner is None and not self._closed and not frames_compiled():
@@ -530,8 +657,9 @@ class LiveLoop:
         if not self._queue:
             return
         with self._lock:
-            while self._queue:
-                self._apply(self._queue.first())
+            self._queue.call_up(self._step)
+            while (request := self._queue.first()) is not None:
+                self._apply(request)
                 self._queue.drop_first()  # only now: an interrupt leaves it waiting
 
     def _apply(self, request: Request) -> None:
@@ -540,7 +668,8 @@ class LiveLoop:
             settings = before.replace(**request.changes)
             if "checkpointed" in request.changes:
                 self._checkpointing.apply(settings.checkpointed)  # all of it or nothing
-            self._scaler.configure(settings, set_scale="init_scale" in request.changes)
+            if request.changes.keys() != {"checkpointed"}:
+                self._configure_scalers(settings, set_scale="init_scale" in request.changes)
         except Exception as error:  # whatever it is, it is shown: a request is never half applied nor lost
             self._roll_back(before, request)
             reason = str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"
@@ -550,22 +679,37 @@ class LiveLoop:
             raise
         else:
             self._settings = settings
+            self._overridden.update(request.changes)
             if "init_scale" in request.changes:
                 self._journal.scale_was_set()
             self.record_event("applied", describe_changes(request.changes), **request.changes, source=request.source)
 
     def _roll_back(self, settings: Settings, request: Request) -> None:
-        self._scaler.configure(settings, set_scale=False)
+        if self._overrides_scaler or not self.has_users_scaler:
+            self._configure_scalers(settings, set_scale=False)
         if "checkpointed" in request.changes:
             try:
                 self._checkpointing.apply(settings.checkpointed)
             except SettingsError:
                 pass  # a layer in force has left the model, which is why nothing was switched: `apply` does all or nothing
 
+    def _configure_scalers(self, settings: Settings, *, set_scale: bool) -> None:
+        for scaler in self._scalers:
+            scaler.configure(settings, set_scale=set_scale)
+
+    @property
+    def _overrides_scaler(self) -> bool:
+        return not self._overridden <= {"checkpointed"}
+
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; make a new AmpSession")
+
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
 
+_SCALING = {"autocast", "scaling"}
 _QUIET_S = 3.0
 _QUIET_STEPS = 5
 
@@ -573,7 +717,10 @@ _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LiveLoop]] = weakref
 
 
 class _OpenStep:
-    __slots__ = ("autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "timer", "trained")
+    __slots__ = (
+        "autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "scaling_added", "timer",
+        "trained",
+    )  # fmt: skip
 
     def __init__(self, *, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
         self.by_autocast = by_autocast
@@ -584,7 +731,26 @@ class _OpenStep:
         self.inferred = False
         self.trained = False
         self.scaler_used = False
+        self.scaling_added = False
         self.loss: torch.Tensor | None = None
+
+
+def _rules_of(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The scaler's own rules as settings, as far as they can be settings."""
+    scale = getattr(scaler, "_scale", None)
+    rules = {
+        "init_scale": host_value(scale) if scale is not None and scale.is_cpu else getattr(scaler, "_init_scale", None),
+        "growth_factor": getattr(scaler, "_growth_factor", None),
+        "backoff_factor": getattr(scaler, "_backoff_factor", None),
+        "growth_interval": getattr(scaler, "_growth_interval", None),
+    }
+    found = {}
+    for name, value in rules.items():
+        try:
+            found[name] = getattr(Settings().replace(**{name: value}), name)
+        except SettingsError:
+            pass  # a disabled scaler has none; what is out of range stays the scaler's own affair
+    return found
 
 
 def _autograd_nodes() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,13 @@ class Request:
         Setting → value, validated; layer names instead of globs.
     source
         Who asked: ``"script"``, ``"widget"``, ``"magic"``, ...
+    at_step
+        The step from which on it shall be in force; None: the one that begins next.
     """
 
     changes: Mapping[str, Any]
     source: str = "script"
+    at_step: int | None = None
 
 
 class RequestQueue:
@@ -49,9 +52,10 @@ class RequestQueue:
         self._support = support
         self._checkpointing = checkpointing
         self._waiting: collections.deque[Request] = collections.deque()
+        self._scheduled: list[Request] = []  # by step; of one step, in the order in which they were made
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting) or bool(self._scheduled)
 
     def add(self, changes: Mapping[str, Any], source: str, in_force: Settings) -> Request:
         """Validate changes against what will be in force when their turn comes, and let them wait.
@@ -61,9 +65,34 @@ class RequestQueue:
         SettingsError
             When they cannot be met; nothing waits then.
         """
-        request = Request(changes=self._validated(changes, in_force), source=source)
+        request = Request(changes=self._validated(changes, in_force, self._waiting), source=source)
         self._waiting.append(request)
         return request
+
+    def schedule(self, at_step: int, changes: Mapping[str, Any], source: str, in_force: Settings) -> Request:
+        """The same for a later step.
+
+        Raises
+        ------
+        SettingsError
+            As `add` does, judged by what is known now.
+        """
+        earlier = [*self._waiting, *(other for other in self._scheduled if _step_of(other) <= at_step)]
+        request = Request(changes=self._validated(changes, in_force, earlier), source=source, at_step=at_step)
+        self._scheduled.append(request)
+        self._scheduled.sort(key=_step_of)
+        return request
+
+    @property
+    def scheduled(self) -> tuple[Request, ...]:
+        """Those that wait for a later step, by step."""
+        return tuple(self._scheduled)
+
+    def call_up(self, step: int) -> None:
+        """The turn of those scheduled for `step` has come: before what was asked for meanwhile, which has the last word."""
+        due = [request for request in self._scheduled if _step_of(request) <= step]
+        del self._scheduled[: len(due)]
+        self._waiting.extendleft(reversed(due))
 
     def merged(self) -> Request | None:
         """All that wait, taken together; None when none does."""
@@ -74,9 +103,9 @@ class RequestQueue:
             changes.update(request.changes)
         return Request(changes=changes, source=self._waiting[-1].source)
 
-    def first(self) -> Request:
+    def first(self) -> Request | None:
         """The one whose turn it is; it goes on waiting."""
-        return self._waiting[0]
+        return self._waiting[0] if self._waiting else None
 
     def drop_first(self) -> None:
         """It was applied or rejected."""
@@ -85,13 +114,14 @@ class RequestQueue:
     def clear(self) -> None:
         """Nothing waits any more."""
         self._waiting.clear()
+        self._scheduled.clear()
 
-    def _validated(self, changes: Mapping[str, Any], in_force: Settings) -> dict[str, Any]:
+    def _validated(self, changes: Mapping[str, Any], in_force: Settings, before: Iterable[Request]) -> dict[str, Any]:
         if not changes:
             raise SettingsError("request: got no change, expected settings by name, such as autocast='fp16'")
         changes = dict(changes)
         prospective = in_force
-        for request in self._waiting:
+        for request in before:
             prospective = prospective.replace(**request.changes)
         if "checkpointed" in changes:
             wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])  # of a plan, its layers
@@ -106,6 +136,10 @@ class RequestQueue:
                 f"autocast: got {settings.autocast!r}, expected one of {usable} on {self._device}: {support.note}"
             )
         return {name: getattr(settings, name) for name in changes}
+
+
+def _step_of(request: Request) -> int:
+    return -1 if request.at_step is None else request.at_step
 
 
 def _check_bounds(settings: Settings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -93,10 +93,38 @@ class LiveScaler(torch.amp.GradScaler):
             growth_interval=settings.growth_interval,
         )
         self._settings = settings
+        self._enabled = settings.scales_loss
+        self._begin(settings, theirs=None)
+
+    @classmethod
+    def adopt(cls, scaler: torch.amp.GradScaler, settings: Settings) -> LiveScaler:
+        """Make a user's own scaler a live one, in place: by a subclass of its class, until `release`.
+
+        It computes just what it did before until `configure` is called for the first time.
+
+        Raises
+        ------
+        TypeError
+            When its class cannot be extended that way.
+        """
+        kind = type(scaler)
+        live_kind = type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+        theirs = {name: scaler.__dict__[name] for name in _RULES if name in scaler.__dict__}
+        missing = {name: value for name, value in _usual_state().items() if name not in scaler.__dict__}
+        scaler.__class__ = live_kind  # first, as it may be refused
+        scaler.__dict__.update(missing)  # a disabled one has hardly anything
+        assert isinstance(scaler, LiveScaler)
+        scaler._begin(settings, theirs=theirs, lent=tuple(missing))
+        return scaler
+
+    def _begin(self, settings: Settings, *, theirs: dict[str, Any] | None, lent: tuple[str, ...] = ()) -> None:
+        self._settings = settings
         self._listener_ref: Callable[[], ScalerListener | None] = _nobody
         self._skipped_by: dict[int, bool | torch.Tensor] = {}
         self._last_skipped: dict[int, bool | torch.Tensor] = {}
-        self._enabled = settings.scales_loss
+        self._theirs = theirs  # an adopted one's own rules, to be put back
+        self._lent = lent  # attributes that it did not have
+        self._ruled = theirs is None  # whether the settings rule it, or its own values still do
 
     # ---- what the user's loop calls ---------------------------------------------------------------------------------
 
@@ -158,7 +186,7 @@ class LiveScaler(torch.amp.GradScaler):
         NoGradientsError
             When no optimizer was stepped since the last update.
         """
-        if isinstance(new_scale, (int, float)):
+        if isinstance(new_scale, (int, float)) and self._ruled:
             new_scale = self._settings.replace(init_scale=new_scale, min_scale=None, max_scale=None).init_scale
         if not self._enabled:
             self._finish(ScaledStep(None, None, False, None))
@@ -214,7 +242,7 @@ class LiveScaler(torch.amp.GradScaler):
         SettingsError
             When a value cannot be in force.
         """
-        if not state_dict and not self._enabled:
+        if not self._enabled and (not state_dict or not self._ruled):
             return  # as between two disabled scalers
         missing = [key for key in _STATE_KEYS if key not in state_dict]
         if missing:
@@ -252,9 +280,9 @@ class LiveScaler(torch.amp.GradScaler):
         self._set(growth_interval=new_interval)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy as a plain ``torch.amp.GradScaler``, which loads without this package."""
+        """Pickle and deepcopy as the plain scaler, which loads without this package."""
         state = {key: value for key, value in self.__getstate__().items() if key not in _OWN_ATTRIBUTES}
-        return copyreg._reconstructor, (torch.amp.GradScaler, object, None), state  # type: ignore[attr-defined]  # typeshed lacks it
+        return copyreg._reconstructor, (self._plain_kind(), object, None), state  # type: ignore[attr-defined]  # typeshed lacks it
 
     # ---- what the loop calls, between steps --------------------------------------------------------------------------
 
@@ -273,6 +301,7 @@ class LiveScaler(torch.amp.GradScaler):
             Set the live scale to ``settings.init_scale``, and count the growth interval anew.
         """
         self._settings = settings
+        self._ruled = True
         self._growth_factor = settings.growth_factor
         self._backoff_factor = settings.backoff_factor
         self._growth_interval = settings.growth_interval
@@ -289,6 +318,11 @@ class LiveScaler(torch.amp.GradScaler):
         self._clamp()
 
     @property
+    def adopted(self) -> bool:
+        """Whether it is a user's own, made live by `adopt`."""
+        return self._theirs is not None
+
+    @property
     def in_mid_step(self) -> bool:
         """Whether gradients were unscaled, or an optimizer stepped, and ``update()`` has not been called since."""
         return bool(self._per_optimizer_states) or bool(self._skipped_by)
@@ -299,10 +333,53 @@ class LiveScaler(torch.amp.GradScaler):
         self._skipped_by = {}
 
     def release(self) -> None:
-        """Go on as a plain ``torch.amp.GradScaler``, with what is in force now."""
-        for name in _OWN_ATTRIBUTES:
+        """Go on as the plain scaler: one of ours with what is in force now, an adopted one by its own rules."""
+        kind, theirs = self._plain_kind(), self._theirs
+        self.__dict__.update(theirs or {})
+        for name in (*self._lent, *_OWN_ATTRIBUTES):
             self.__dict__.pop(name, None)
-        self.__class__ = torch.amp.GradScaler  # type: ignore[assignment]  # the point of it
+        self.__class__ = kind  # type: ignore[assignment]  # the point of it
+
+    # ---- scaling that the user's loop does not know of ---------------------------------------------------------------
+
+    def scale_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Multiply gradients that are there by the loss scale, before those of a scaled loss are added to them."""
+        assert self._scale is not None
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                    values.mul_(self._scale.to(values.device, non_blocking=True))
+
+    def unscale_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide gradients by the loss scale right after a backward pass, and keep whether they were finite.
+
+        Raises
+        ------
+        HalfParametersError
+            When the model's own parameters are fp16.
+        """
+        assert self._scale is not None
+        owner: Any = _ParameterGroup(parameters)
+        inverse = self._scale.double().reciprocal().float()  # as torch's own unscale_
+        nothing = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        try:
+            found = self._unscale_grads_(owner, inverse, nothing, False)
+        except ValueError as error:
+            self._explain(error, owner)
+            raise
+        kept = self._per_optimizer_states[_NO_OPTIMIZER]["found_inf_per_device"]
+        for device, tensor in (found or {nothing.device: nothing}).items():
+            kept[device] = kept[device] + tensor if device in kept else tensor
+
+    def must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients have inf or NaN, after `unscale_gradients`; waits for the device as ``step`` does."""
+        skip = False
+        if any(bool(found.item()) for found in self._found_infs(_NO_OPTIMIZER)):  # of anybody's; rare
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            skip = not all(bool(torch.isfinite(gradient).all()) for gradient in map(_dense, gradients))
+        self._skipped_by[id(optimizer)] = skip
+        return skip
 
     # ---- private ----------------------------------------------------------------------------------------------------
 
@@ -321,6 +398,8 @@ class LiveScaler(torch.amp.GradScaler):
             listener.updated(step)
 
     def _clamp(self) -> None:
+        if not self._ruled:
+            return
         # Without a floor the scale could fall to where its reciprocal is inf: steps are no longer skipped, parameters go NaN.
         if self._scale is None:
             self._init_scale = self._settings.held(self._init_scale)
@@ -336,15 +415,23 @@ class LiveScaler(torch.amp.GradScaler):
 
     def _set(self, **changes: Any) -> None:
         settings = self._settings.replace(**changes)
-        self.configure(settings, set_scale=False)
+        if self._ruled:
+            self.configure(settings, set_scale=False)
+        else:
+            self.__dict__.update({f"_{name}": value for name, value in changes.items()})
         self._adopt(settings, changes)
 
     def _adopt(self, settings: Settings, changes: dict[str, Any]) -> None:
         self._settings = settings
+        if self._theirs is not None:
+            self._theirs.update({f"_{name}": value for name, value in changes.items() if f"_{name}" in _RULES})
         self._clamp()
         listener = self._listener_ref()
         if listener is not None:
             listener.adopted(settings, changes)
+
+    def _plain_kind(self) -> type[torch.amp.GradScaler]:
+        return torch.amp.GradScaler if self._theirs is None else type(self).__bases__[1]
 
     @contextmanager
     def _as_if_scaling(self) -> Iterator[None]:
@@ -392,8 +479,26 @@ class LiveScaler(torch.amp.GradScaler):
         return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"
 
 
-_OWN_ATTRIBUTES = ("_settings", "_listener_ref", "_skipped_by", "_last_skipped")
+class _ParameterGroup:
+    """As much of an optimizer as torch's unscaling looks at."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+
+_OWN_ATTRIBUTES = ("_settings", "_listener_ref", "_skipped_by", "_last_skipped", "_theirs", "_lent", "_ruled")
+_RULES = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
+_NO_OPTIMIZER = -1
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def _usual_state() -> dict[str, Any]:
+    """What a scaler has that was not disabled when it was made, before its first use."""
+    return dict(torch.amp.GradScaler("cpu").__dict__)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _nobody() -> None:
