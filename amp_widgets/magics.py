@@ -1,4 +1,4 @@
-"""The ``%amp`` line magic."""
+"""The ``%amp`` and ``%%amp`` magics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import shlex
 from typing import Any
 
 from IPython.core.display_functions import display
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from amp_widgets.captured_cell import CapturedCell
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo
 from amp_widgets.errors import AmpWidgetsError, MagicError
@@ -18,9 +19,12 @@ HELP = """\
 %amp                               this help, and how the newest session stands
 %amp demo digits                   a small model on real data, and its dashboard (also: text)
 %amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard
+%%amp [--model NAME] [--cpu]       runs the cell as it is, with its training loop under live control
+                                   (--model: which of several models; --cpu: CUDA-only code, without a GPU)
 %amp set NAME=VALUE ...            ask for settings, in force from the next step: autocast=fp16 init_scale=2**16
                                    scaling=off growth_interval=100 max_scale=none
                                    checkpointed=layers.0,layers.2 (or layers.*, or none)
+%amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop
 %amp close                         let go of the model"""
 
 
@@ -33,15 +37,20 @@ class AmpMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._session: AmpSession | None = None
+        self._cell: CapturedCell | None = None  # that is running
 
-    @line_magic
-    def amp(self, line: str) -> None:
+    @line_cell_magic
+    def amp(self, line: str, cell: str | None = None) -> None:
         """Mixed precision and activation checkpointing as live switches; ``%amp`` alone shows the help."""
         try:
-            self._run(_words(line))
+            captured = None if cell is None else self._captured(_words(line))
+            if captured is None:
+                self._run(_words(line))
         except AmpWidgetsError as error:
             # a mistyped line needs its one sentence, not a traceback through this package
             raise type(error)(str(error)).with_traceback(None) from None
+        if captured is not None and cell is not None:
+            self._run_cell(captured, cell)
 
     def close(self) -> None:
         """Close the session that the magic made."""
@@ -53,7 +62,7 @@ class AmpMagics(Magics):
         if not words or words[0] in ("help", "status"):
             _show_status()
         elif words[0] == "set":
-            _set(words[1:])
+            self._set(words[1:])
         elif words[0] == "demo":
             if len(words) > 2:
                 raise MagicError(f"%amp demo: got {len(words) - 1} names, expected one of {', '.join(DEMOS)}")
@@ -66,6 +75,50 @@ class AmpMagics(Magics):
             self._adopt(lambda: AmpSession(_checked_model(words[0], model), optimizer))
         else:
             raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of these:\n{HELP}")
+
+    def _captured(self, words: list[str]) -> CapturedCell:
+        """What a ``%%amp`` line asks for."""
+        if self._cell is not None:
+            raise MagicError("%%amp: got a %%amp cell within a %%amp cell, expected one at a time")
+        model_name, on_cpu, waiting = None, False, list(words)
+        while waiting:
+            word, equals, value = waiting.pop(0).partition("=")
+            if word == "--cpu" and not equals:
+                on_cpu = True
+            elif word == "--model" and (equals or waiting):
+                model_name = value if equals else waiting.pop(0)
+            else:
+                raise MagicError(f"%%amp: got {' '.join(words)!r}, expected %%amp [--model NAME] [--cpu] and the code below it")
+        return CapturedCell(self.shell, model_name=model_name, on_cpu=on_cpu)
+
+    def _run_cell(self, captured: CapturedCell, source: str) -> None:
+        __tracebackhide__ = True
+        self._cell = captured
+        try:
+            captured.run(source)
+        finally:
+            self._cell = None
+            if captured.session is not None:
+                self.shell.push({self._free_name(): captured.session})
+
+    def _set(self, words: list[str]) -> None:
+        words, at_step = _without_step(words)
+        changes = parse_settings(words)
+        if self._cell is not None:
+            told = self._cell.request(changes, at_step)
+        else:
+            session = newest_session()
+            if session is None:
+                raise MagicError(
+                    "%amp set: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
+                    "AmpSession(model, optimizer)"
+                )
+            if at_step is None:
+                told = session.request(source="magic", **changes).changes
+            else:
+                told = session.schedule(at_step=at_step, source="magic", **changes).changes
+        when = "the next step" if at_step is None else f"step {at_step}"
+        print(f"requested: {describe_changes(told)}; in force from {when}")
 
     def _adopt(self, make: Any) -> None:
         session = make()
@@ -114,7 +167,8 @@ def register(shell: Any) -> None:
 def unregister(shell: Any) -> None:
     """Take the magic away from `shell` and close the session it made."""
     magics = shell.magics_manager.registry.pop("AmpMagics", None)
-    shell.magics_manager.magics["line"].pop("amp", None)
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("amp", None)
     if magics is not None:
         magics.close()
 
@@ -170,15 +224,16 @@ _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": 
 _POWER = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\*\*|\^)\s*(-?\d{1,4})")
 
 
-def _set(words: list[str]) -> None:
-    session = newest_session()
-    if session is None:
-        raise MagicError(
-            "%amp set: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
-            "AmpSession(model, optimizer)"
-        )
-    request = session.request(source="magic", **parse_settings(words))
-    print(f"requested: {describe_changes(request.changes)}; in force from the next step")
+def _without_step(words: list[str]) -> tuple[list[str], int | None]:
+    """The words but for ``--at STEP``, and the step."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--at":
+            value = value if equals else next(iter(words[index + 1 :]), "")
+            if not value.isdecimal():
+                raise MagicError(f"%amp set --at: got {value!r}, expected the number of a step, such as --at 200")
+            return [*words[:index], *words[index + (1 if equals else 2) :]], int(value)
+    return words, None
 
 
 def _show_status() -> None:

@@ -14,7 +14,7 @@ from amp_widgets.core.settings import AutocastName
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_DTYPES: dict[AutocastName, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[AutocastName, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ def autocast_context(
     """The ``torch.autocast`` for a format; fp32 is a region in which autocast is disabled."""
     if name == "fp32" or not enabled:
         return torch.autocast(device_type, enabled=False)
-    return torch.autocast(device_type, dtype=_DTYPES[name], cache_enabled=cache_enabled)
+    return torch.autocast(device_type, dtype=DTYPES[name], cache_enabled=cache_enabled)
 
 
 class Autocasting(Protocol):

@@ -405,6 +405,18 @@ class LiveLoop:
 
     # ---- a loop that knows nothing of it (capture) ------------------------------------------------------------------
 
+    @classmethod
+    def of(cls, model: nn.Module) -> LiveLoop | None:
+        """The loop that is attached to a model, or None."""
+        reference = _attached.get(model)
+        return None if reference is None else reference()
+
+    def begin_anew(self) -> None:
+        """The step in progress begins only now, as far as its time is concerned."""
+        if self._open is not None:
+            self._open.begun_s = self._clock()
+            self._open.timer = DeviceTimer.start(self.device)
+
     def found(self, **settings: Any) -> None:
         """The user's own loop has these settings: they are in force where no request has overridden them; no event."""
         with self._lock:

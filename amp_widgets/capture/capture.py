@@ -1,0 +1,389 @@
+"""A session around an unmodified loop: it finds model, optimizers and scaler by watching torch while the code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from amp_widgets.capture.added import HiddenGradients, backward_scaled, call_in_autocast, leaves_of
+from amp_widgets.capture.models import Models
+from amp_widgets.capture.patches import Patches
+from amp_widgets.capture.regions import Regions
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.scaler import LiveScaler
+from amp_widgets.core.settings import AutocastName
+
+
+class Capture:
+    """Runs a block of code, which knows nothing of it, under live control.
+
+    As long as no setting is requested, everything the code does is the same, bit for bit. Its autocast regions, scalers,
+    backward passes, optimizers and calls of modules are watched on the thread that enters, and on those started meanwhile.
+    When the block ends, torch is as it was, and the session is closed; its history stays.
+
+    Parameters
+    ----------
+    make_session
+        Makes the loop for a model.
+    on_found
+        Is told of it, when the model is first called; what is requested then is in force from the second step on. When the
+        optimizer shows that another model is trained, it is told of a second one.
+    model_name
+        Which of several models to control: a variable's name (also ``trainer.model``), or a class's.
+    namespace
+        The variables of the code.
+
+    Notes
+    -----
+    Asking for autocast in code that has no region of its own adds it around the model's forward passes that record a graph,
+    and asking for fp16 where there is no scaler adds scaling around backward and the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        make_session: Callable[[nn.Module], LiveLoop],
+        *,
+        on_found: Callable[[LiveLoop], None] | None = None,
+        model_name: str | None = None,
+        namespace: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.session: LiveLoop | None = None
+        self.why_not: str | None = None
+        """Why there is no session."""
+        self._make_session = make_session
+        self._on_found = on_found
+        self._model_name = model_name
+        self._models = Models({} if namespace is None else namespace, model_name)
+        self._patches = Patches()
+        self._regions = Regions(self, self._is_here)
+        self._scalers: list[torch.amp.GradScaler] = []
+        self._losses: list[torch.Tensor] = []  # of the first step, until an optimizer shows whose they are
+        self._others: dict[int, str] = {}
+        self._hidden = HiddenGradients()
+        self._undo = contextlib.ExitStack()
+        self._foreign_threads: set[int | None] = set()
+        self._strangers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._outermost: set[int] = set()  # ids of modules that the code itself has called
+        self._model: nn.Module | None = None
+        self._within = False
+        self._leave_alone = False
+        self._confirmed = False
+        self._has_regions = False
+        self._in_closure = False
+        self._scaled_last = False
+
+    def __enter__(self) -> Capture:
+        here = threading.get_ident()
+        self._foreign_threads = {thread.ident for thread in threading.enumerate()} - {here}
+        try:
+            self._undo.callback(self._close)
+            self._undo.callback(self._hidden.give_back_all)
+            self._undo.callback(self._patches.restore)
+            self._install()
+        except BaseException:
+            self._undo.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the models that were called."""
+        return self._models.names
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """What was asked for and is no part of the code itself, for people."""
+        loop = self._loop()
+        if loop is None:
+            return ()
+        parts = []
+        if self._added_autocast(loop) is not None:
+            parts.append("autocast around the model's forward")
+        if loop.adds_scaling:
+            parts.append("loss scaling around backward and step")
+        return tuple(parts)
+
+    def remarks(self) -> list[str]:
+        """Plain sentences on what was found."""
+        loop = self._loop()
+        if loop is None:
+            return []
+        said = []
+        if self.added:
+            said.append(f"Added by amp_widgets: {' and '.join(self.added)}; your loop has none of its own.")
+        if self._others:
+            names = " and ".join(dict.fromkeys(self._others.values()))
+            said.append(f"This cell also trains {names}, which is not controlled here; %%amp --model NAME picks another model.")
+        if loop.scaler.is_enabled() and not loop.settings.scales_loss:
+            said.append(
+                f"Your loop scales the loss in {loop.settings.autocast} too, as it always did, until autocast or the scale is set here."
+            )
+        return said
+
+    # ---- told by the regions (RegionListener) -----------------------------------------------------------------------
+
+    def region_begins(self, device_type: str, name: AutocastName, *, outermost: bool) -> AutocastName | None:
+        loop = self._loop()
+        if loop is None or device_type != loop.device.type:
+            return None
+        in_force = loop.enter_autocast()
+        if torch.is_grad_enabled():
+            self._has_regions = True
+            if outermost and not loop.overrides_autocast and name != in_force:
+                loop.found(autocast=name)
+        return in_force if loop.overrides_autocast else None
+
+    def region_in_backward(self, device_type: str) -> AutocastName | None:
+        loop = self._loop()
+        if loop is None or device_type != loop.device.type or not loop.overrides_autocast:
+            return None
+        return loop.settings.autocast
+
+    def region_ended(self, failed: bool) -> None:
+        loop = self._loop()
+        if loop is not None:
+            loop.exit_autocast(failed)
+
+    # ---- what stands in for torch's own -----------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        region, scaler = torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler
+        self._patches.replace(region, "__enter__", self._regions.entering(region.__enter__))
+        self._patches.replace(region, "__exit__", self._regions.leaving(region.__exit__))
+        for name in ("scale", "unscale_", "step", "update"):
+            self._patches.replace(scaler, name, self._scaler_method(name, getattr(scaler, name)))
+        self._patches.replace(torch.autograd, "backward", self._backward_function(torch.autograd.backward))
+        self._patches.replace(nn.Module, "__call__", self._call_method(nn.Module.__call__))
+
+    def _call_method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if self._within or not torch.is_grad_enabled():  # hot: once for each module in each forward pass
+                return original(module, *args, **kwargs)
+            return self._called(module, lambda: original(module, *args, **kwargs))
+
+        return __call__
+
+    def _called(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """A module was called by the code itself, or by a recompute."""
+        __tracebackhide__ = True
+        if not self._is_here():
+            return call()
+        loop = self._loop()
+        if torch._C._current_graph_task_id() != -1:  # a recompute; parts of a layer are called here one by one
+            if loop is None or id(module) not in self._outermost:
+                return call()
+            return self._run(loop, call)
+        if loop is None:
+            loop = self._discover(module)
+        elif not loop.owns(module) and module not in self._strangers:
+            self._models.called(module)
+            self._strangers.add(module)
+        if loop is None or not loop.owns(module):
+            return self._run(None, call)
+        self._outermost.add(id(module))
+        loop.forward_begins(module)
+        return self._run(loop, call)
+
+    def _run(self, loop: LiveLoop | None, call: Callable[[], Any]) -> Any:
+        __tracebackhide__ = True
+        self._within, within = True, self._within
+        try:
+            name = None if loop is None else self._added_autocast(loop)
+            if loop is None or name is None or self._regions.depth(loop.device.type):
+                return call()
+            return call_in_autocast(name, loop.device.type, call)
+        finally:
+            self._within = within
+
+    def _scaler_method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            theirs = getattr(type(scaler), name) is not method  # a subclass's own, which has called this one
+            if not self._see_scaler(scaler) or theirs:
+                return original(scaler, *args, **kwargs)
+            return getattr(scaler, name)(*args, **kwargs)  # a live one now
+
+        method.__name__ = name
+        return method
+
+    def _backward_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            loop = self._loop()
+            if loop is None or not self._is_here() or torch._C._current_graph_task_id() != -1:
+                return original(tensors, *args, **kwargs)
+            if not self._confirmed:
+                self._losses += [t.detach() for t in _tensors(tensors) if t.numel() == 1]
+            begun = loop.backward_begins(tensors, scale=not self._in_closure)
+            self._scaled_last = begun is not tensors
+            if not self._scaled_last:
+                return original(tensors, *args, **kwargs)
+            parameters = {id(leaf): leaf for leaf in (*leaves_of(tensors), *self._parameters())}
+            return backward_scaled(loop.scaler, lambda: original(begun, *args, **kwargs), parameters.values())
+
+        return backward
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_here():
+            return
+        self._confirm(optimizer)
+        loop = self._loop()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._in_closure = callable(closure)  # its backward passes come too late for a step to be skipped
+        if loop is None or not self._scaled_last:
+            return
+        if loop.scaling_added:
+            skip = loop.scaler.must_skip(optimizer)
+        else:  # it follows others, with which the step has ended
+            skip = not loop.step_in_progress and not _finite(optimizer)
+        if skip:
+            self._hidden.take(optimizer)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._in_closure = False
+        self._hidden.give_back(optimizer)
+
+    # ---- who is who -------------------------------------------------------------------------------------------------
+
+    def _is_here(self) -> bool:
+        return threading.get_ident() not in self._foreign_threads
+
+    def _loop(self) -> LiveLoop | None:
+        loop = self.session
+        return None if loop is None or loop.closed or self._leave_alone else loop
+
+    def _discover(self, module: nn.Module) -> LiveLoop | None:
+        """A call of `module` may be the first one of the model that the code trains."""
+        model = self._models.called(module)
+        if model is None or self._leave_alone or self.session is not None:
+            return None
+        theirs = LiveLoop.of(model)
+        if theirs is not None and theirs.step_in_progress:
+            self._leave_alone = True  # the code has a session of its own, and uses its drop-ins
+            self.why_not = "this cell uses an AmpSession of its own"
+            if self._on_found is not None:
+                self._on_found(theirs)
+            return None
+        return self._attach(model)
+
+    def _confirm(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: it shows which model is trained."""
+        loop = self.session
+        if self._leave_alone or (loop is not None and loop.closed):
+            return
+        if loop is not None and loop.trains(optimizer):
+            self._confirmed = True
+            self._losses.clear()
+            return
+        if id(optimizer) in self._others:
+            return
+        owner = self._models.owner_of(optimizer)
+        if self._confirmed or (owner is None and self._model_name is not None):
+            self._others[id(optimizer)] = "another model" if owner is None else self._models.name_of(owner)
+        elif owner is not None and (loop is None or not loop.owns(owner)):
+            self._attach(owner)
+            self._confirmed = True
+        elif loop is not None:
+            loop.count_optimizer(optimizer)  # it trains no model, but an image, for example
+            self._confirmed = True
+
+    def _attach(self, model: nn.Module) -> LiveLoop | None:
+        """Make the session, in place of one that turned out to be of a model that is not trained."""
+        before = self.session
+        try:
+            loop = self._make_session(model)
+        except Exception as error:  # whatever it is, the user's code goes on
+            self.why_not = f"{type(error).__name__}: {error}"
+            return None
+        if before is not None:
+            before.close()
+        self.session, self._model, self.why_not = loop, model, None
+        loop.remarks.append(lambda: " ".join(self.remarks()) or None)
+        if torch.is_autocast_enabled(loop.device.type):
+            name = _NAMES.get(torch.get_autocast_dtype(loop.device.type))
+            if name is not None:
+                self._has_regions = True
+                loop.found(autocast=name)
+        loop.on_boundary.append(self._learn)
+        scalers, self._scalers = self._scalers, []
+        for scaler in scalers:
+            self._adopt(loop, scaler)
+        loop.begin_step()
+        if loop.has_users_scaler and loop.scaler.in_mid_step:
+            loop.stepping()
+        for loss in self._losses if before is not None else ():
+            loop.record_loss(loss)
+        if self._on_found is not None:
+            self._on_found(loop)
+            loop.begin_anew()  # to show the dashboard took its time
+        return loop
+
+    def _learn(self) -> None:
+        """The first step is over, so that it is known whether the loop scales its loss."""
+        loop = self._loop()
+        if loop is not None:
+            loop.on_boundary.remove(self._learn)
+            if loop.settings.autocast == "fp16" and not (loop.has_users_scaler and loop.scaler.is_enabled()):
+                loop.found(scaling=False)
+
+    def _see_scaler(self, scaler: torch.amp.GradScaler) -> bool:
+        """Take control of a scaler of the user's; whether it was done just now."""
+        if isinstance(scaler, LiveScaler) or self._leave_alone or not self._is_here():
+            return False
+        loop = self._loop()
+        if loop is None:
+            if not any(scaler is other for other in self._scalers):
+                self._scalers.append(scaler)
+            return False
+        return self._adopt(loop, scaler)
+
+    def _adopt(self, loop: LiveLoop, scaler: torch.amp.GradScaler) -> bool:
+        if isinstance(scaler, LiveScaler):  # of the session that this one has followed
+            return False
+        try:
+            loop.adopt_scaler(scaler)
+        except TypeError:
+            return False
+        return True
+
+    def _added_autocast(self, loop: LiveLoop) -> AutocastName | None:
+        """The format in which the model's forward is to run, in code that has no region of its own."""
+        name = loop.settings.autocast
+        return name if loop.overrides_autocast and name != "fp32" and not self._has_regions else None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [] if self._model is None else list(self._model.parameters())
+
+    def _close(self) -> None:
+        loop, self._model = self.session, None
+        self._scalers.clear()
+        self._losses.clear()
+        self._within = False
+        if loop is not None:
+            loop.close()
+
+
+_NAMES: dict[torch.dtype, AutocastName] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _tensors(tensors: Any) -> list[torch.Tensor]:
+    return [t for t in (tensors if isinstance(tensors, (list, tuple)) else [tensors]) if isinstance(t, torch.Tensor)]
+
+
+def _finite(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

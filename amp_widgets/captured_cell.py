@@ -1,0 +1,125 @@
+"""A ``%%amp`` cell: its code, run as it is, with a session around the loop in it and the dashboard above its output."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Mapping
+from typing import Any
+
+from IPython.core.display_functions import DisplayHandle, display
+
+from amp_widgets.capture.capture import Capture
+from amp_widgets.capture.on_cpu import on_cpu
+from amp_widgets.cell import run_cell
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.settings import Settings
+from amp_widgets.errors import MissingExtraError, SettingsError
+from amp_widgets.session import AmpSession
+
+
+class CapturedCell:
+    """Runs one cell.
+
+    Parameters
+    ----------
+    shell
+        IPython's.
+    model_name
+        Which of several models to control.
+    on_cpu
+        Run CUDA-only code on the CPU.
+    """
+
+    def __init__(self, shell: Any, *, model_name: str | None, on_cpu: bool) -> None:
+        self.session: AmpSession | None = None
+        self._shell = shell
+        self._model_name = model_name
+        self._on_cpu = on_cpu
+        self._mapped = False
+        self._requests: list[tuple[Mapping[str, Any], int | None]] = []
+        self._handle: DisplayHandle | None = None
+        self._shown: Any = None
+
+    def run(self, source: str) -> None:
+        """Run the cell's code; what it raises is raised."""
+        __tracebackhide__ = True
+        self._handle = display(_Sentence("amp_widgets: waiting for this cell to train a model."), display_id=True)
+        capture = Capture(
+            AmpSession, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
+        )
+        try:
+            with capture, on_cpu() if self._on_cpu else contextlib.nullcontext() as mapped:
+                self._mapped = mapped is not None and mapped.active
+                run_cell(self._shell, source)
+        finally:
+            self._show_end(capture)
+
+    def request(self, changes: Mapping[str, Any], at_step: int | None) -> Mapping[str, Any]:
+        """Ask for settings from within the cell, also before its loop has begun. Returns the changes.
+
+        Raises
+        ------
+        SettingsError
+            When they cannot be met.
+        """
+        if self.session is not None:
+            return _ask(self.session, changes, at_step)
+        Settings().replace(**changes)  # names and values; the rest is seen when the model is known
+        self._requests.append((changes, at_step))
+        return changes
+
+    def _found(self, loop: LiveLoop) -> None:
+        """The model is known: show the dashboard."""
+        assert isinstance(loop, AmpSession)
+        self.session = loop
+        if self._mapped:
+            loop.remarks.append(lambda: _ON_CPU)
+        for changes, at_step in self._requests:
+            with contextlib.suppress(SettingsError):  # an event, and shown in the dashboard
+                _ask(loop, changes, at_step)
+        try:
+            self._show(loop.dashboard())
+        except MissingExtraError as error:
+            self._show(_Sentence(str(error)))
+        except Exception as error:  # the user's loop goes on without
+            self._show(_Sentence(f"amp_widgets: the dashboard cannot be shown: {type(error).__name__}: {error}"))
+
+    def _show(self, shown: Any) -> None:
+        self._shown = shown
+        if self._handle is not None:
+            self._handle.update(shown)
+
+    def _show_end(self, capture: Capture) -> None:
+        if self._shown is not None:
+            self._show(self._shown)  # with the picture of the whole run, for those who open the notebook later
+            return
+        why = capture.why_not
+        if why is None and self._model_name is not None:
+            why = f"no model named {self._model_name!r} was trained; these were: {', '.join(capture.names) or 'none'}"
+        self._show(_Sentence(f"amp_widgets: nothing to control in this cell: {why or 'no model was called with gradients on'}."))
+
+
+_ON_CPU = (
+    "Runs on the CPU, as --cpu asks: .cuda(), 'cuda' devices, autocast and GradScaler of this cell mean the CPU. Times and memory "
+    "are the CPU's."
+)
+
+
+class _Sentence:
+    """One sentence as an output."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        return f"<div>{html.escape(self._text)}</div>"
+
+
+def _ask(session: AmpSession, changes: Mapping[str, Any], at_step: int | None) -> Mapping[str, Any]:
+    if at_step is None:
+        return session.request(source="magic", **changes).changes
+    return session.schedule(at_step=at_step, source="magic", **changes).changes
