@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import DisplayHandle, display
 
@@ -16,6 +16,9 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import MissingExtraError, SettingsError
 from amp_widgets.session import AmpSession
+
+if TYPE_CHECKING:
+    from amp_widgets.widgets.dashboard import Dashboard
 
 
 class CapturedCell:
@@ -38,13 +41,15 @@ class CapturedCell:
         self._on_cpu = on_cpu
         self._mapped = False
         self._requests: list[tuple[Mapping[str, Any], int | None]] = []
-        self._handle: DisplayHandle | None = None
-        self._shown: Any = None
+        self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
+        self._dashboard: Dashboard | None = None
+        self._shown = False
 
     def run(self, source: str) -> None:
         """Run the cell's code; what it raises is raised."""
         __tracebackhide__ = True
-        self._handle = display(_Sentence("amp_widgets: waiting for this cell to train a model."), display_id=True)
+        first = display(_Sentence("amp_widgets: waiting for this cell to train a model."), display_id=True)
+        self._places = [first, display(_Sentence(""), display_id=True)]
         capture = Capture(
             AmpSession, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
         )
@@ -78,31 +83,33 @@ class CapturedCell:
         for changes, at_step in self._requests:
             with contextlib.suppress(SettingsError):  # an event, and shown in the dashboard
                 _ask(loop, changes, at_step)
+        self._shown = True
         try:
-            self._show(loop.dashboard())
+            first, second = (str(place.display_id) for place in self._places)
+            self._dashboard = loop.dashboard()
+            self._dashboard.show_in((first, second))
         except MissingExtraError as error:
-            self._show(_Sentence(str(error)))
+            self._say(str(error))
         except Exception as error:  # the user's loop goes on without
-            self._show(_Sentence(f"amp_widgets: the dashboard cannot be shown: {type(error).__name__}: {error}"))
+            self._say(f"amp_widgets: the dashboard cannot be shown: {type(error).__name__}: {error}")
 
-    def _show(self, shown: Any) -> None:
-        self._shown = shown
-        if self._handle is not None:
-            self._handle.update(shown)
+    def _say(self, text: str) -> None:
+        self._places[0].update(_Sentence(text))
 
     def _show_end(self, capture: Capture) -> None:
-        if self._shown is not None:
-            self._show(self._shown)  # with the picture of the whole run, for those who open the notebook later
+        if self._shown:
+            if self._dashboard is not None:
+                self._dashboard.tick()  # the last state and the picture of the whole run, before the cell is over
             return
         why = capture.why_not
         if why is None and self._model_name is not None:
             why = f"no model named {self._model_name!r} was trained; these were: {', '.join(capture.names) or 'none'}"
-        self._show(_Sentence(f"amp_widgets: nothing to control in this cell: {why or 'no model was called with gradients on'}."))
+        self._say(f"amp_widgets: nothing to control in this cell: {why or 'no optimizer has stepped'}.")
 
 
 _ON_CPU = (
-    "Runs on the CPU, as --cpu asks: .cuda(), 'cuda' devices, autocast and GradScaler of this cell mean the CPU. Times and memory "
-    "are the CPU's."
+    "Runs on the CPU, as --cpu asks: .cuda(), 'cuda' devices, autocast and GradScaler of this cell mean the CPU. Times and "
+    "memory are the CPU's."
 )
 
 

@@ -14,29 +14,30 @@ PACKAGE = Path(__file__).parent.parent / "amp_widgets"
 # From the ground up. A part may import every part on a lower line, and nothing on its own line or above.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("charts", "kernel"),
+    ("charts", "kernel", "cell"),
     ("core",),
     ("analysis", "runner", "recording", "capture"),
     ("widgets",),
     ("session",),
-    ("demos", "integrations"),
+    ("demos", "integrations", "captured_cell"),
     ("magics",),
     ("__init__",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Stricter than the order: all that these may import of the package.
-ONLY = {"kernel": {"errors"}, "charts": {"errors"}, "core": {"errors"}}
+ONLY = {"kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors"}, "core": {"errors"}}
 
 # What these may import of others, beside the standard library.
 OTHERS = {
     "errors": set[str](),
     "kernel": {"IPython", "ipykernel", "comm", "zmq", "tornado", "traitlets", "ipywidgets"},
+    "cell": {"IPython"},
     "charts": {"plotly", "numpy", "anywidget", "ipywidgets", "tsdownsample", "traitlets", "IPython"},
     "core": {"torch", "numpy"},
 }
 # Modules that must not import torch, nor a module of the package that does.
-WITHOUT_TORCH = ("errors", "charts", "kernel", "core.settings", "core.history", "core.formats")
+WITHOUT_TORCH = ("errors", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats")
 
 
 class Import(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from amp_widgets.capture.added import HiddenGradients, backward_scaled, call_in_
 from amp_widgets.capture.models import Models
 from amp_widgets.capture.patches import Patches
 from amp_widgets.capture.regions import Regions
+from amp_widgets.core.hooks import within_another_step
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.scaler import LiveScaler
 from amp_widgets.core.settings import AutocastName
@@ -34,10 +36,11 @@ class Capture:
     make_session
         Makes the loop for a model.
     on_found
-        Is told of it, when the model is first called; what is requested then is in force from the second step on. When the
-        optimizer shows that another model is trained, it is told of a second one.
+        Is told of it at the end of the first step, when it is known what the loop has: what is requested then is in force from
+        the second step on.
     model_name
-        Which of several models to control: a variable's name (also ``trainer.model``), or a class's.
+        Which of several models to control: a variable's name (also ``trainer.model``), or a class's. None: those that the first
+        step calls, as parts of one.
     namespace
         The variables of the code.
 
@@ -65,8 +68,8 @@ class Capture:
         self._patches = Patches()
         self._regions = Regions(self, self._is_here)
         self._scalers: list[torch.amp.GradScaler] = []
-        self._losses: list[torch.Tensor] = []  # of the first step, until an optimizer shows whose they are
-        self._others: dict[int, str] = {}
+        self._together: tuple[str, ...] = ()  # names of the models, where they are several
+        self._others: dict[int, str] = {}  # names of others, by the optimizer that trains them
         self._hidden = HiddenGradients()
         self._undo = contextlib.ExitStack()
         self._foreign_threads: set[int | None] = set()
@@ -75,7 +78,7 @@ class Capture:
         self._model: nn.Module | None = None
         self._within = False
         self._leave_alone = False
-        self._confirmed = False
+        self._first_step = True
         self._has_regions = False
         self._in_closure = False
         self._scaled_last = False
@@ -99,7 +102,7 @@ class Capture:
     @property
     def names(self) -> list[str]:
         """Of the models that were called."""
-        return self._models.names
+        return list(self._models.by_name)
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -122,13 +125,14 @@ class Capture:
         said = []
         if self.added:
             said.append(f"Added by amp_widgets: {' and '.join(self.added)}; your loop has none of its own.")
+        if len(self._together) > 1:
+            said.append(f"Controls {' and '.join(self._together)}; %%amp --model NAME picks one of them.")
         if self._others:
             names = " and ".join(dict.fromkeys(self._others.values()))
             said.append(f"This cell also trains {names}, which is not controlled here; %%amp --model NAME picks another model.")
         if loop.scaler.is_enabled() and not loop.settings.scales_loss:
-            said.append(
-                f"Your loop scales the loss in {loop.settings.autocast} too, as it always did, until autocast or the scale is set here."
-            )
+            own = loop.settings.autocast
+            said.append(f"Your loop scales the loss in {own} too; that stays so until autocast or the scale is set here.")
         return said
 
     # ---- told by the regions (RegionListener) -----------------------------------------------------------------------
@@ -169,13 +173,13 @@ class Capture:
         self._patches.replace(nn.Module, "__call__", self._call_method(nn.Module.__call__))
 
     def _call_method(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __call__(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             if self._within or not torch.is_grad_enabled():  # hot: once for each module in each forward pass
                 return original(module, *args, **kwargs)
             return self._called(module, lambda: original(module, *args, **kwargs))
 
-        return __call__
+        return call_module
 
     def _called(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         """A module was called by the code itself, or by a recompute."""
@@ -190,8 +194,7 @@ class Capture:
         if loop is None:
             loop = self._discover(module)
         elif not loop.owns(module) and module not in self._strangers:
-            self._models.called(module)
-            self._strangers.add(module)
+            self._meet(loop, module)
         if loop is None or not loop.owns(module):
             return self._run(None, call)
         self._outermost.add(id(module))
@@ -226,8 +229,6 @@ class Capture:
             loop = self._loop()
             if loop is None or not self._is_here() or torch._C._current_graph_task_id() != -1:
                 return original(tensors, *args, **kwargs)
-            if not self._confirmed:
-                self._losses += [t.detach() for t in _tensors(tensors) if t.numel() == 1]
             begun = loop.backward_begins(tensors, scale=not self._in_closure)
             self._scaled_last = begun is not tensors
             if not self._scaled_last:
@@ -238,9 +239,9 @@ class Capture:
         return backward
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_here():
+        if not self._is_here() or within_another_step(sys._getframe(1)):
             return
-        self._confirm(optimizer)
+        self._meet_optimizer(optimizer)
         loop = self._loop()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._in_closure = callable(closure)  # its backward passes come too late for a step to be skipped
@@ -254,6 +255,8 @@ class Capture:
             self._hidden.take(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if within_another_step(sys._getframe(1)):
+            return
         self._in_closure = False
         self._hidden.give_back(optimizer)
 
@@ -280,37 +283,45 @@ class Capture:
             return None
         return self._attach(model)
 
-    def _confirm(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: it shows which model is trained."""
-        loop = self.session
-        if self._leave_alone or (loop is not None and loop.closed):
+    def _meet(self, loop: LiveLoop, module: nn.Module) -> None:
+        """A module is called that is no part of the model."""
+        model = self._models.called(module)
+        if model is not None and self._first_step and self._model_name is None:
+            self._control_all(loop)
+        else:
+            self._strangers.add(module)
+
+    def _control_all(self, loop: LiveLoop) -> None:
+        models = self._models.by_name
+        self._model = nn.ModuleList(models.values())
+        self._together = tuple(models)
+        loop.control_together(models)
+
+    def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: it shows what is trained."""
+        loop = self._loop()
+        if self._leave_alone or self.session is not loop or id(optimizer) in self._others:
             return
         if loop is not None and loop.trains(optimizer):
-            self._confirmed = True
-            self._losses.clear()
-            return
-        if id(optimizer) in self._others:
             return
         owner = self._models.owner_of(optimizer)
-        if self._confirmed or (owner is None and self._model_name is not None):
+        if loop is None:  # the model's own call was not seen
+            if owner is not None:
+                self._attach(owner)
+        elif owner is not None and self._first_step and self._model_name is None:
+            self._control_all(loop)
+        elif owner is not None or self._model_name is not None:
             self._others[id(optimizer)] = "another model" if owner is None else self._models.name_of(owner)
-        elif owner is not None and (loop is None or not loop.owns(owner)):
-            self._attach(owner)
-            self._confirmed = True
-        elif loop is not None:
+        else:
             loop.count_optimizer(optimizer)  # it trains no model, but an image, for example
-            self._confirmed = True
 
     def _attach(self, model: nn.Module) -> LiveLoop | None:
-        """Make the session, in place of one that turned out to be of a model that is not trained."""
-        before = self.session
+        """Make the session."""
         try:
             loop = self._make_session(model)
         except Exception as error:  # whatever it is, the user's code goes on
             self.why_not = f"{type(error).__name__}: {error}"
             return None
-        if before is not None:
-            before.close()
         self.session, self._model, self.why_not = loop, model, None
         loop.remarks.append(lambda: " ".join(self.remarks()) or None)
         if torch.is_autocast_enabled(loop.device.type):
@@ -318,27 +329,24 @@ class Capture:
             if name is not None:
                 self._has_regions = True
                 loop.found(autocast=name)
-        loop.on_boundary.append(self._learn)
+        loop.on_boundary.append(self._end_first_step)
         scalers, self._scalers = self._scalers, []
         for scaler in scalers:
             self._adopt(loop, scaler)
         loop.begin_step()
-        if loop.has_users_scaler and loop.scaler.in_mid_step:
-            loop.stepping()
-        for loss in self._losses if before is not None else ():
-            loop.record_loss(loss)
-        if self._on_found is not None:
-            self._on_found(loop)
-            loop.begin_anew()  # to show the dashboard took its time
         return loop
 
-    def _learn(self) -> None:
-        """The first step is over, so that it is known whether the loop scales its loss."""
+    def _end_first_step(self) -> None:
+        """It is known now what the loop has."""
         loop = self._loop()
-        if loop is not None:
-            loop.on_boundary.remove(self._learn)
-            if loop.settings.autocast == "fp16" and not (loop.has_users_scaler and loop.scaler.is_enabled()):
-                loop.found(scaling=False)
+        if loop is None:
+            return
+        self._first_step = False
+        loop.on_boundary.remove(self._end_first_step)
+        if loop.settings.autocast == "fp16" and not (loop.has_users_scaler and loop.scaler.is_enabled()):
+            loop.found(scaling=False)
+        if self._on_found is not None:
+            self._on_found(loop)
 
     def _see_scaler(self, scaler: torch.amp.GradScaler) -> bool:
         """Take control of a scaler of the user's; whether it was done just now."""
@@ -352,8 +360,6 @@ class Capture:
         return self._adopt(loop, scaler)
 
     def _adopt(self, loop: LiveLoop, scaler: torch.amp.GradScaler) -> bool:
-        if isinstance(scaler, LiveScaler):  # of the session that this one has followed
-            return False
         try:
             loop.adopt_scaler(scaler)
         except TypeError:
@@ -371,17 +377,12 @@ class Capture:
     def _close(self) -> None:
         loop, self._model = self.session, None
         self._scalers.clear()
-        self._losses.clear()
         self._within = False
         if loop is not None:
             loop.close()
 
 
 _NAMES: dict[torch.dtype, AutocastName] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def _tensors(tensors: Any) -> list[torch.Tensor]:
-    return [t for t in (tensors if isinstance(tensors, (list, tuple)) else [tensors]) if isinstance(t, torch.Tensor)]
 
 
 def _finite(optimizer: torch.optim.Optimizer) -> bool:

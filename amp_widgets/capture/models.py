@@ -35,7 +35,7 @@ class Models:
         return model if self._wanted is None else self._picked(model)
 
     def owner_of(self, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-        """The model with the most of an optimizer's parameters, among those called, else wherever it is; None if there is none."""
+        """The model with the most of an optimizer's parameters, among those called, else wherever it is; None: it has none."""
         ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         called = [model for reference in self._seen if (model := reference()) is not None]
         best = max(called, key=lambda model: _overlap(model, ids), default=None)
@@ -52,9 +52,15 @@ class Models:
         return names[0] if names else type(module).__name__
 
     @property
-    def names(self) -> list[str]:
-        """Of all that were seen and are still there."""
-        return [self.name_of(model) for reference in self._seen if (model := reference()) is not None]
+    def by_name(self) -> dict[str, nn.Module]:
+        """All that were seen and are still there; of one name, the later ones get a number."""
+        found: dict[str, nn.Module] = {}
+        for model in filter(None, (reference() for reference in self._seen)):
+            name, number = self.name_of(model), 2
+            while name in found:
+                name, number = f"{self.name_of(model)}_{number}", number + 1
+            found[name] = model
+        return found
 
     def _remember(self, module: nn.Module) -> nn.Module:
         """The whole that `module` is a part of, seen from now on."""

@@ -55,7 +55,7 @@ class Regions:
     def entering(self, original: Callable[[Region], Any]) -> Callable[[Region], Any]:
         """The stand-in for ``__enter__``."""
 
-        def __enter__(region: Region) -> Any:
+        def enter(region: Region) -> Any:
             __tracebackhide__ = True
             frame = _caller(sys._getframe(1))
             if frame.f_globals.get("__name__", "").startswith("amp_widgets.") or not self._is_here():
@@ -75,12 +75,12 @@ class Regions:
                 self._open.stack.pop()
                 raise
 
-        return __enter__
+        return enter
 
     def leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The stand-in for ``__exit__``."""
 
-        def __exit__(region: Region, kind: Any = None, error: Any = None, trace: Any = None) -> Any:
+        def leave(region: Region, kind: Any = None, error: Any = None, trace: Any = None) -> Any:
             __tracebackhide__ = True
             stack, told = self._open.stack, False
             if stack and stack[-1][0] is region:
@@ -91,7 +91,7 @@ class Regions:
                 if told:
                     self._listener.region_ended(kind is not None)
 
-        return __exit__
+        return leave
 
 
 class _OpenRegions(threading.local):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def within_another_step(frame: FrameType | None) -> bool:
+    """Whether an optimizer's step is part of another's, as a subclass's ``super().step()`` and a wrapped optimizer's are.
+
+    Parameters
+    ----------
+    frame
+        That calls the optimizer's hooks.
+    """
+    own = frame
+    while frame is not None:
+        if frame.f_code is _STEP and frame is not own:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class HookListener(Protocol):
@@ -37,7 +55,7 @@ class Hooks:
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             live = reference()
-            if live is not None:
+            if live is not None and not within_another_step(sys._getframe(1)):
                 live.optimizer_stepped(optimizer)
 
         self._forward = forward
@@ -59,3 +77,7 @@ class Hooks:
         """Leave torch as it was."""
         self.disarm_forward()
         self._optimizer_handle.remove()
+
+
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""Of torch's wrapper around every optimizer's ``step``, which calls the hooks."""

@@ -395,8 +395,8 @@ class LiveLoop:
             self._finalizer()
             for scaler in self._scalers:
                 scaler.release()
-            if self._model is not None:
-                _attached.pop(self._model, None)
+            for model in [model for model, loop in _attached.items() if loop() is self]:
+                del _attached[model]
             self._model = None
             self._optimizers = ()
             self._optimizer_steps.clear()
@@ -411,11 +411,30 @@ class LiveLoop:
         reference = _attached.get(model)
         return None if reference is None else reference()
 
-    def begin_anew(self) -> None:
-        """The step in progress begins only now, as far as its time is concerned."""
-        if self._open is not None:
-            self._open.begun_s = self._clock()
-            self._open.timer = DeviceTimer.start(self.device)
+    def control_together(self, models: Mapping[str, nn.Module]) -> None:
+        """Control several models, the one it was made of among them, as the parts of one; before anything was requested.
+
+        Parameters
+        ----------
+        models
+            By name, which comes before the names of their layers.
+        """
+        self._model = together = _Together(models)
+        with self._lock:
+            self._checkpointing = Checkpointing(together)
+            self._layers = self._checkpointing.layers
+            self._queue = RequestQueue(self.device, self._support, self._checkpointing)
+        self._meter.watch(together)
+        self._module_ids = {id(module) for module in together.modules()}
+        self._optimizer_steps.clear()
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
+        self._finalizer.atexit = False
+        for model in models.values():
+            other = LiveLoop.of(model)
+            if other is not None and other is not self:
+                other.close()
+            _attached[model] = weakref.ref(self)
 
     def found(self, **settings: Any) -> None:
         """The user's own loop has these settings: they are in force where no request has overridden them; no event."""
@@ -745,6 +764,18 @@ class _OpenStep:
         self.scaler_used = False
         self.scaling_added = False
         self.loss: torch.Tensor | None = None
+
+
+class _Together(nn.Module):
+    """Several models in one tree; never called."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            name = name.replace(".", "_")
+            while hasattr(self, name):
+                name += "_"
+            self.add_module(name, model)
 
 
 def _rules_of(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -69,6 +69,10 @@ class CpuMeter:
             return f"not measured: {self._why_not}"
         return "live tensor bytes on cpu, counted exactly (dispatch mode)"
 
+    def watch(self, model: nn.Module) -> None:
+        """Count this model's tensors from the start of the next step on."""
+        self._model = weakref.ref(model)
+
     def begin(self) -> None:
         """Count what is there, and watch each op from now on."""
         self.abandon()

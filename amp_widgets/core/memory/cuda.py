@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from amp_widgets.core.memory.reading import NOT_MEASURED, DeviceBytes, MemoryReading
 
@@ -63,6 +64,9 @@ class CudaMeter:
     def overall_peak_bytes(self) -> float:
         """Sum over the devices of each one's highest peak so far, whoever reset the counter; NaN before there is one."""
         return math.fsum(self._highest.values()) if self._highest else math.nan
+
+    def watch(self, model: nn.Module) -> None:
+        """Nothing to do: the counters are the devices'."""
 
     def begin(self) -> None:
         """Note the peak counters, then reset them if that is allowed."""

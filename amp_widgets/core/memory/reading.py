@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from torch import nn
+
 DeviceBytes = tuple[float, float, float]
 """Allocated, peak and reserved bytes of one device; NaN where not measured."""
 
@@ -72,6 +74,9 @@ class MemoryMeter(Protocol):
     def unmeasured_because(self) -> str | None:
         """Why the last step that was to be measured and was not; None when there is none."""
 
+    def watch(self, model: nn.Module) -> None:
+        """Measure the steps of this model from the next one on; it is on the same devices."""
+
     def begin(self) -> None:
         """Start of a step, on the training thread. A step that was not ended is abandoned."""
 
@@ -99,6 +104,9 @@ class NoMeter:
         self.measured = False
         self.overall_peak_bytes = math.nan
         self.unmeasured_because: str | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Do nothing."""
 
     def begin(self) -> None:
         """Do nothing."""
