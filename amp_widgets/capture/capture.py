@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import weakref
@@ -84,6 +85,7 @@ class Capture:
         self._scaled_last = False
 
     def __enter__(self) -> Capture:
+        importlib.import_module("torch._dynamo")  # else the first optimizer does, and dynamo would keep what it finds patched
         here = threading.get_ident()
         self._foreign_threads = {thread.ident for thread in threading.enumerate()} - {here}
         try:
