@@ -1,5 +1,5 @@
 # make lab    make .venv where needed and open JupyterLab on the quickstart
-# make test   everything that checks the project: lint, types, unit tests, notebooks, browser
+# make test   everything that checks the project: lint, types, unit tests, other ipykernels, notebooks, browser
 # make gpu    the core checks on CUDA; needs only torch, numpy and pytest in $(PYTHON)
 # make bench  what a session costs a training step, on this machine
 SHELL := bash
@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint types unit notebooks browser browser-needs gpu bench freeze clean
+.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench freeze clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -36,13 +36,26 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable '.[lab,dev]'
 	@touch $@ $(VENV)/.lab
 
+# One environment for each of the other ipykernels: tests/kernels.txt, and the tested versions of what these need.
+KERNEL_VENVS := .venv-kernels
+KERNELS := 6.17.1 6.31.0 7.0.1 7.1.0 7.3.0
+.PRECIOUS: $(KERNEL_VENVS)/%/.ready
+$(KERNEL_VENVS)/%/.ready: tests/kernels.txt constraints.txt | $(VENV)/.dev
+	@echo "installing ipykernel $* into $(@D)"
+	@rm -rf $(@D)
+	@$(BIN)/python -m venv --without-pip $(@D)
+	@grep -v '^ipykernel==' constraints.txt > $(@D)/constraints.txt
+	@$(BIN)/python -m pip --python $(@D)/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
+	    -c $(@D)/constraints.txt -r tests/kernels.txt ipykernel==$*
+	@touch $@
+
 lab: $(VENV)/.lab
 	$(BIN)/python -m jupyterlab notebooks/01_quickstart.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 # Every stage runs, also after one that failed, and the last line says which failed.
-STAGES := lint types unit notebooks browser
+STAGES := lint types unit kernels notebooks browser
 test: $(VENV)/.dev browser-needs
 	@failed=; \
 	for stage in $(STAGES); do \
@@ -61,6 +74,15 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(PYTEST) -n 2 --dist loadfile --ignore tests/browser --ignore tests/notebooks tests
+
+# Controls in a busy cell on other ipykernels; `unit` has the pinned one. Two at a time, each with its output in one piece.
+kernels: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 -k $(KERNELS:%=kernel-%)
+
+kernel-%: $(KERNEL_VENVS)/%/.ready
+	@log=$(KERNEL_VENVS)/$*/test.log; \
+	AMP_WIDGETS_KERNEL_PYTHON=$(KERNEL_VENVS)/$*/bin/python $(PYTEST) -q --maxfail 3 -p no:cacheprovider tests/test_kernel.py >$$log 2>&1; \
+	status=$$?; printf '%s\n' '--- ipykernel $*' "$$(cat $$log)"; exit $$status
 
 notebooks: $(VENV)/.dev
 	$(PYTEST) tests/notebooks
@@ -91,5 +113,5 @@ freeze: $(VENV)/.dev
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist artifacts .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(KERNEL_VENVS) build dist artifacts .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

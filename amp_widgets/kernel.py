@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 PUMPED_MESSAGES = frozenset({"comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request"})
 PUMP_INTERVAL_S = 0.02
 MESSAGES_PER_PUMP = 50
+AFTER_THE_CELL = "Controls take effect when the cell ends; use Start, or %amp set … --at STEP"
+"""What `CommPump.why_not` begins with, before the reason."""
 
 
 def in_kernel() -> bool:
@@ -83,7 +85,8 @@ class CommPump:
         if shell is None:  # closed on another thread this very moment
             return
         try:
-            shell.handle_waiting()
+            looked = shell.handle_waiting()
+            self._why_not = "" if looked else f"{AFTER_THE_CELL} (the cell runs an event loop of its own)."
         except Exception as error:  # never a callback's: those are caught where they are called
             self._give_up(error)
         self._next_look_s = self._clock() + self._interval_s
@@ -97,11 +100,9 @@ class CommPump:
     def _give_up(self, error: Exception) -> None:
         with suppress(Exception):  # it may fail for the same reason
             self.close()
-        version = getattr(sys.modules.get("ipykernel"), "__version__", "of unknown version")
-        self._why_not = (
-            f"controls take effect when the cell ends; use Start, or %amp set (ipykernel {version} is not built as expected: "
-            f"{type(error).__name__}: {error})"
-        )
+        version = getattr(sys.modules.get("ipykernel"), "__version__", None)
+        kernel = "this kernel" if version is None else f"ipykernel {version}"
+        self._why_not = f"{AFTER_THE_CELL} ({kernel} is not built as expected: {type(error).__name__}: {error})."
 
 
 def answer_where_asked(comm: Any) -> None:
@@ -199,7 +200,8 @@ class _MainShell:
             manager = channel_thread.manager
             self._stream: Any = manager.get_shell_channel_to_subshell_pair(None).to_stream
             self._reply_to: Any = manager.get_subshell_to_shell_channel_socket(None)
-            self.thread_id: int = channel_thread.parent_thread.ident
+            # 7.0 does not name the thread: there it is always the main one
+            self.thread_id: int = getattr(channel_thread, "parent_thread", threading.main_thread()).ident or 0
         else:
             self._stream = self._reply_to = kernel.shell_stream
             self.thread_id = threading.main_thread().ident or 0
@@ -231,18 +233,18 @@ class _MainShell:
         self._users -= 1
         self._on_its_thread(self._settle)
 
-    def handle_waiting(self) -> None:
-        """Handle the widget messages in the queue, about `MESSAGES_PER_PUMP` at most."""
+    def handle_waiting(self) -> bool:
+        """Handle the widget messages in the queue, about `MESSAGES_PER_PUMP` at most. Whether that is possible in this cell."""
         if self._handling or os.getpid() != self._process_id:  # a callback that pumps; a forked child, which shares the socket
-            return
+            return True
         try:
             if asyncio.get_running_loop() is not self._loop:
-                return  # nothing could be handed on to the kernel's loop in order
+                return False  # nothing could be handed on to the kernel's loop in order
         except RuntimeError:
-            return
+            return False
         # Looking resets the edge that wakes the loop, so nothing may come between this and taking what is there.
         if not self._stream.socket.getsockopt(self._events_option) & self._readable and not self._read_ahead:
-            return
+            return True
         with _InterruptHold() as hold:  # an interrupt anywhere else would lose the message in hand
             identity, parent = self._kernel._parent_ident["shell"], self._kernel.get_parent("shell")
             self._handling = True
@@ -262,6 +264,7 @@ class _MainShell:
                 self._kernel.set_parent(identity, parent, channel="shell")
                 if parent:  # the status that was sent last is "idle"; the cell is not
                     self._kernel._publish_status("busy", "shell")
+        return True
 
     def _take(self) -> None:
         """Take messages off the socket: those of widgets to handle now, the others on to the kernel, in order."""
