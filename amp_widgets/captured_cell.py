@@ -16,6 +16,7 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import MissingExtraError, SettingsError
 from amp_widgets.session import AmpSession
+from amp_widgets.widgets.picture import Picture
 
 if TYPE_CHECKING:
     from amp_widgets.widgets.dashboard import Dashboard
@@ -43,6 +44,7 @@ class CapturedCell:
         self._requests: list[tuple[Mapping[str, Any], int | None]] = []
         self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
         self._dashboard: Dashboard | None = None
+        self._picture: Picture | None = None
         self._shown = False
 
     def run(self, source: str) -> None:
@@ -89,7 +91,8 @@ class CapturedCell:
             self._dashboard = loop.dashboard()
             self._dashboard.show_in((first, second))
         except MissingExtraError as error:
-            self._say(str(error))
+            self._picture = Picture(loop, f"{NO_DASHBOARD} {error}")
+            self._places[0].update(self._picture)
         except Exception as error:  # the user's loop goes on without
             self._say(f"amp_widgets: the dashboard cannot be shown: {type(error).__name__}: {error}")
 
@@ -100,6 +103,8 @@ class CapturedCell:
         if self._shown:
             if self._dashboard is not None:
                 self._dashboard.tick()  # the last state and the picture of the whole run, before the cell is over
+            if self._picture is not None:
+                self._places[0].update(self._picture)
             return
         why = capture.why_not
         if why is None and self._model_name is not None:
@@ -107,6 +112,7 @@ class CapturedCell:
         self._say(f"amp_widgets: nothing to control in this cell: {why or 'no optimizer has stepped'}.")
 
 
+NO_DASHBOARD = "The dashboard cannot be shown; %amp set and %amp work without it, and %amp shows this picture as it is then."
 _ON_CPU = (
     "Runs on the CPU, as --cpu asks: .cuda(), 'cuda' devices, autocast and GradScaler of this cell mean the CPU. Times and "
     "memory are the CPU's."

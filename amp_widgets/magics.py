@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from IPython.core.display_functions import display
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from amp_widgets.captured_cell import CapturedCell
+from amp_widgets.captured_cell import NO_DASHBOARD, CapturedCell
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo
-from amp_widgets.errors import AmpWidgetsError, MagicError
+from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError
 from amp_widgets.session import AmpSession, newest_session
+from amp_widgets.widgets.picture import Picture
 
 HELP = """\
 %amp                               this help, and how the newest session stands
@@ -127,7 +129,11 @@ class AmpMagics(Magics):
         name = self._free_name()
         self.shell.push({name: session})
         print(f"{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python")
-        display(session.dashboard())
+        try:
+            shown: object = session.dashboard()
+        except MissingExtraError as error:  # the magics work without widgets
+            shown = Picture(session, f"{NO_DASHBOARD} {error}")
+        display(shown)
 
     def _free_name(self) -> str:
         for name in ("session", "amp_session"):
@@ -256,6 +262,12 @@ def _show_status() -> None:
     if state.last_rejection:
         print(f"rejected: {state.last_rejection}")
     print(f"memory:   {state.memory_source}")
+    if not _has_widgets():
+        display(Picture(session, "The charts as they stand:"))
+
+
+def _has_widgets() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("ipywidgets", "anywidget", "plotly", "tsdownsample"))
 
 
 def _checked_model(name: str, model: Any) -> Any:

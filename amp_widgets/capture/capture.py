@@ -37,11 +37,11 @@ class Capture:
     make_session
         Makes the loop for a model.
     on_found
-        Is told of it at the end of the first step, when it is known what the loop has: what is requested then is in force from
-        the second step on.
+        Is told of it before the second step begins, when it is known what the loop has: what is requested then is in force from
+        that step on.
     model_name
-        Which of several models to control: a variable's name (also ``trainer.model``), or a class's. None: those that the first
-        step calls, as parts of one.
+        Which of several models to control: a variable's name (also ``trainer.model``), or a class's. None: those that are called
+        until the second step begins, as parts of one.
     namespace
         The variables of the code.
 
@@ -79,7 +79,8 @@ class Capture:
         self._model: nn.Module | None = None
         self._within = False
         self._leave_alone = False
-        self._first_step = True
+        self._first_step_ended = False
+        self._told = False
         self._has_regions = False
         self._in_closure = False
         self._scaled_last = False
@@ -143,6 +144,8 @@ class Capture:
         loop = self._loop()
         if loop is None or device_type != loop.device.type:
             return None
+        if self._first_step_ended and not self._told and torch.is_grad_enabled():
+            self._tell(loop)
         in_force = loop.enter_autocast()
         if torch.is_grad_enabled():
             self._has_regions = True
@@ -200,6 +203,8 @@ class Capture:
         if loop is None or not loop.owns(module):
             return self._run(None, call)
         self._outermost.add(id(module))
+        if self._first_step_ended and not self._told:
+            self._tell(loop)
         loop.forward_begins(module)
         return self._run(loop, call)
 
@@ -288,7 +293,7 @@ class Capture:
     def _meet(self, loop: LiveLoop, module: nn.Module) -> None:
         """A module is called that is no part of the model."""
         model = self._models.called(module)
-        if model is not None and self._first_step and self._model_name is None:
+        if model is not None and not self._told and self._model_name is None:
             self._control_all(loop)
         else:
             self._strangers.add(module)
@@ -310,7 +315,7 @@ class Capture:
         if loop is None:  # the model's own call was not seen
             if owner is not None:
                 self._attach(owner)
-        elif owner is not None and self._first_step and self._model_name is None:
+        elif owner is not None and not self._told and self._model_name is None:
             self._control_all(loop)
         elif owner is not None or self._model_name is not None:
             self._others[id(optimizer)] = "another model" if owner is None else self._models.name_of(owner)
@@ -339,14 +344,18 @@ class Capture:
         return loop
 
     def _end_first_step(self) -> None:
-        """It is known now what the loop has."""
+        """It is known now what the loop has, but for models whose turn comes only now."""
         loop = self._loop()
         if loop is None:
             return
-        self._first_step = False
+        self._first_step_ended = True
         loop.on_boundary.remove(self._end_first_step)
         if loop.settings.autocast == "fp16" and not (loop.has_users_scaler and loop.scaler.is_enabled()):
             loop.found(scaling=False)
+
+    def _tell(self, loop: LiveLoop) -> None:
+        """The second step is about to begin."""
+        self._told = True
         if self._on_found is not None:
             self._on_found(loop)
 
@@ -380,8 +389,11 @@ class Capture:
         loop, self._model = self.session, None
         self._scalers.clear()
         self._within = False
-        if loop is not None:
-            loop.close()
+        if loop is None:
+            return
+        if self._first_step_ended and not self._told and not loop.closed:
+            self._tell(loop)
+        loop.close()
 
 
 _NAMES: dict[torch.dtype, AutocastName] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
