@@ -50,7 +50,16 @@ def torch_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     after = _torch_state()
     left = [name for name, value in before.items() if after is None or after[name] != value]
+    _forget_compiled_code()
     assert not left, f"{request.node.nodeid} left these changed in torch: {', '.join(left)}"
+
+
+def _forget_compiled_code() -> None:
+    """A loop watches forwards otherwise where torch.compile is in use, so that no test may find what another has compiled."""
+    dynamo, utils = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and utils is not None and utils.counters["frames"]["total"]:
+        dynamo.reset()
+        utils.counters.clear()
 
 
 def _torch_state() -> dict[str, object] | None:

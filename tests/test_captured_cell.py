@@ -34,7 +34,8 @@ def digest(*modules):
 def patchable():
     region, scaler = torch.amp.autocast_mode.autocast, torch.amp.GradScaler
     owners = {"region": region, "scaler": scaler, "autograd": torch.autograd, "tensor": torch.Tensor, "module": nn.Module,
-              "cuda": torch.cuda, "torch": torch, "cuda_region": torch.cuda.amp.autocast, "cuda_scaler": torch.cuda.amp.GradScaler}
+              "cuda": torch.cuda, "torch": torch, "cuda_region": torch.cuda.amp.autocast,
+              "cuda_scaler": torch.cuda.amp.GradScaler}
     found = {(name, key): id(value) for name, owner in owners.items() for key, value in vars(owner).items()
              if callable(value) and not isinstance(value, type)}
     hooks = [d for m in (_module, _optimizer) for k, d in vars(m).items() if k.startswith("_global_") and hasattr(d, "items")]

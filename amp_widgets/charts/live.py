@@ -29,6 +29,7 @@ try:
     import anywidget
     import plotly.graph_objects as go
     import traitlets
+    import tsdownsample  # noqa: F401  # asked for here and not when a run has become long
     from ipywidgets import widget_serialization
 except ImportError as error:
     raise missing_extra(error) from error

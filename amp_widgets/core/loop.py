@@ -20,12 +20,13 @@ from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecor
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.compiled import frames_compiled
+from amp_widgets.core.models import Together, check_optimizers, devices_of
 from amp_widgets.core.optimizers import OptimizerSteps
-from amp_widgets.core.readback import Readback, host_value
+from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
-from amp_widgets.core.scaler import LiveScaler, ScaledStep
+from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
 from amp_widgets.core.settings import AutocastName, Settings, describe_changes
-from amp_widgets.errors import ModelError, SessionClosedError, SettingsError
+from amp_widgets.errors import SessionClosedError, SettingsError
 
 
 class LiveLoop:
@@ -70,8 +71,8 @@ class LiveLoop:
         history_capacity: int = DEFAULT_CAPACITY,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        devices = _devices(model)
-        _check_optimizers(model, optimizers)
+        devices = devices_of(model)
+        check_optimizers(model, optimizers)
         if type(memory_every) is not int or memory_every < 0:  # True is no number of steps
             raise SettingsError(f"memory_every: got {memory_every!r}, expected a whole number of steps, or 0 to measure nothing")
         if type(history_capacity) is not int or history_capacity < 4:
@@ -419,7 +420,7 @@ class LiveLoop:
         models
             By name, which comes before the names of their layers.
         """
-        self._model = together = _Together(models)
+        self._model = together = Together(models)
         with self._lock:
             self._checkpointing = Checkpointing(together)
             self._layers = self._checkpointing.layers
@@ -451,7 +452,7 @@ class LiveLoop:
             When its class cannot be extended.
         """
         if not self.has_users_scaler:
-            self.found(**_rules_of(scaler))
+            self.found(**rules_of(scaler))
         live = LiveScaler.adopt(scaler, self._settings)
         if self._overrides_scaler:
             live.configure(self._settings, set_scale=False)
@@ -766,36 +767,6 @@ class _OpenStep:
         self.loss: torch.Tensor | None = None
 
 
-class _Together(nn.Module):
-    """Several models in one tree; never called."""
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, model in models.items():
-            name = name.replace(".", "_")
-            while hasattr(self, name):
-                name += "_"
-            self.add_module(name, model)
-
-
-def _rules_of(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The scaler's own rules as settings, as far as they can be settings."""
-    scale = getattr(scaler, "_scale", None)
-    rules = {
-        "init_scale": host_value(scale) if scale is not None and scale.is_cpu else getattr(scaler, "_init_scale", None),
-        "growth_factor": getattr(scaler, "_growth_factor", None),
-        "backoff_factor": getattr(scaler, "_backoff_factor", None),
-        "growth_interval": getattr(scaler, "_growth_interval", None),
-    }
-    found = {}
-    for name, value in rules.items():
-        try:
-            found[name] = getattr(Settings().replace(**{name: value}), name)
-        except SettingsError:
-            pass  # a disabled scaler has none; what is out of range stays the scaler's own affair
-    return found
-
-
 def _autograd_nodes() -> int:
     """How many nodes of autograd graphs this thread has recorded so far."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -805,30 +776,3 @@ def _let_go(hooks: Hooks, checkpointing: Checkpointing, meter: MemoryMeter) -> N
     hooks.remove()
     checkpointing.close()
     meter.close()
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model: got a {type(model).__name__}, expected a torch.nn.Module; AmpSession(model, optimizer)")
-    parameters = list(model.parameters())
-    if not parameters:
-        raise ModelError(f"model: got a {type(model).__name__} without parameters, expected a model to train")
-    devices = list(dict.fromkeys(p.device for p in parameters))
-    if any(device.type == "meta" for device in devices):
-        raise ModelError(
-            "model: got parameters on the meta device, which hold no numbers; materialise them first: model.to_empty(device=...)"
-        )
-    return sorted(devices, key=lambda device: (device.type == "cpu", str(device)))
-
-
-def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    ids = {id(p) for p in model.parameters()}
-    for optimizer in optimizers:
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise ModelError(f"optimizer: got a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-        theirs = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in ids for p in theirs):
-            raise ModelError(
-                f"optimizer: got a {type(optimizer).__name__} with {len(theirs)} parameters, none of them the model's, "
-                "expected one made with model.parameters(). Was the model replaced or copied after the optimizer was made?"
-            )

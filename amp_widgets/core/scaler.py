@@ -13,7 +13,7 @@ import torch
 
 from amp_widgets.core.readback import host_value
 from amp_widgets.core.settings import Settings
-from amp_widgets.errors import HalfParametersError, NoGradientsError, ScalerError
+from amp_widgets.errors import HalfParametersError, NoGradientsError, ScalerError, SettingsError
 
 
 class ScalerListener(Protocol):
@@ -477,6 +477,24 @@ class LiveScaler(torch.amp.GradScaler):
         names = [n for n, p in zip(listener.parameter_names(optimizer), parameters, strict=True) if wanted(p)]
         shown = ", ".join(names[:5])
         return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"
+
+
+def rules_of(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The scaler's own rules as settings, as far as they can be settings."""
+    scale = getattr(scaler, "_scale", None)
+    rules = {
+        "init_scale": host_value(scale) if scale is not None and scale.is_cpu else getattr(scaler, "_init_scale", None),
+        "growth_factor": getattr(scaler, "_growth_factor", None),
+        "backoff_factor": getattr(scaler, "_backoff_factor", None),
+        "growth_interval": getattr(scaler, "_growth_interval", None),
+    }
+    found = {}
+    for name, value in rules.items():
+        try:
+            found[name] = getattr(Settings().replace(**{name: value}), name)
+        except SettingsError:
+            pass  # a disabled scaler has none; what is out of range stays the scaler's own affair
+    return found
 
 
 class _ParameterGroup:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import ipywidgets
 
 from amp_widgets.charts.live import TrainingChart
+from amp_widgets.core.history import History
 from amp_widgets.core.run_state import ALIVE
 from amp_widgets.errors import AmpWidgetsError, RunError
 from amp_widgets.widgets.autocast_control import AutocastControl
@@ -21,7 +22,9 @@ from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.run_control import Command, RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
-from amp_widgets.widgets.status_line import StatusLine, in_force_text
+from amp_widgets.widgets.status_line import StatusLine
+from amp_widgets.widgets.still import NOT_SHOWN, Still
+from amp_widgets.widgets.text import in_force_text
 
 PULL_S = 0.1
 """Seconds between two looks at a session in which something moves."""
@@ -89,7 +92,8 @@ class Dashboard(ipywidgets.Box):
         self._moved_s = self._numbers_s = clock()
         self._shown = self._seen = source.dashboard_state()
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
-        self._status = StatusLine(self._views_changed, self._shown)
+        self._still = Still(clock)
+        self._status = StatusLine(self._views_changed, self._shown, still=self._still.name)
         self._controls: tuple[Control, ...] = (
             RunControl(self._command, self._shown),
             AutocastControl(self._request, self._shown),
@@ -162,9 +166,18 @@ class Dashboard(ipywidgets.Box):
 
     def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
         return {
-            "text/plain": repr(self),
+            "text/plain": NOT_SHOWN,
             "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self._model_id},
         }
+
+    def _ipython_display_(self, **_kwargs: Any) -> None:
+        self.show_in(None)
+
+    def show_in(self, places: tuple[str, str] | None) -> None:
+        """Show it, and the picture that stays in the notebook, in two outputs that are there already, by their display ids."""
+        with self._lock:
+            history = History() if self._source is None else self._source.history_so_far
+            self._still.display(self._repr_mimebundle_(), self._shown, history, places)
 
     # ---- from the session to the page -------------------------------------------------------------------------------
 
@@ -199,6 +212,7 @@ class Dashboard(ipywidgets.Box):
         self._status.render(state)
         for control in self._controls:
             control.render(state)
+        self._refresh_still(state, goes_on=(state.run == "running" or loop_runs) and not closed)
         if closed:
             self._let_go()
         return True
@@ -213,6 +227,14 @@ class Dashboard(ipywidgets.Box):
         except Exception as error:
             self._complain(f"the chart cannot be drawn: {type(error).__name__}: {error}")
         return True
+
+    def _refresh_still(self, state: DashboardState, *, goes_on: bool) -> None:
+        if self._source is None:
+            return
+        try:
+            self._still.refresh(state, self._source.history_so_far, goes_on=goes_on)
+        except Exception as error:
+            self._complain(f"the picture for the notebook cannot be drawn: {type(error).__name__}: {error}")
 
     def _loop_runs(self, state: DashboardState, now_s: float) -> bool:
         """Whether steps go on although no background run is alive; the end of a cell shows only in that none comes."""

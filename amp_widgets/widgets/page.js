@@ -88,6 +88,7 @@ function watchKernel(model, el, draw) {
   const lose = () => document.dispatchEvent(new CustomEvent(LOST, { detail: dashboard() }));
   return {
     lost: () => lost,
+    lose,
     remove: () => document.removeEventListener(LOST, takeLoss),
     /** Send; whether it could be. */
     send(message) {

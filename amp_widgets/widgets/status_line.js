@@ -1,3 +1,5 @@
+const LOST_SENTENCE = "The kernel of this dashboard was restarted or has ended. To have it live, run this cell again, after the cells that it needs.";
+
 export default {
   render({ model, el }) {
     el.classList.add("ampw");
@@ -40,7 +42,7 @@ export default {
       const reason = model.get("rejection");
       setText(rejection, reason && `Rejected: ${reason}`);
       setText(error, model.get("error"));
-      const sentences = kernel.lost() ? [NO_KERNEL, ...model.get("notes")] : model.get("notes");
+      const sentences = kernel.lost() ? [LOST_SENTENCE, ...model.get("notes")] : model.get("notes");
       if (JSON.stringify(sentences) !== notes.dataset.drawn) {
         notes.dataset.drawn = JSON.stringify(sentences);
         notes.replaceChildren(...sentences.map((sentence) => h("li", {}, sentence)));
@@ -53,8 +55,17 @@ export default {
       clearTimeout(probe);
       probe = setTimeout(() => kernel.send({ view, open: true }), 500);
     });
+    // JupyterLab's own word on its kernel, where there is one: a kernel that is shut down or dies sends nothing to its widgets.
+    const connection = model.get("layout")?.widget_manager?.kernel;
+    const takeStatus = (_, status) => ["restarting", "autorestarting", "dead"].includes(status) && kernel.lose();
+    connection?.statusChanged?.connect(takeStatus);
+    connection?.disposed?.connect(kernel.lose);
     model.on("change", draw);
     draw();
+
+    const hidden = `.${CSS.escape(model.get("still"))}`; // the picture of this dashboard that the notebook keeps
+    const hiding = h("style", {}, `${hidden}, .jp-OutputArea-child:has(${hidden}) { display: none !important; }`);
+    if (model.get("still")) document.head.append(hiding);
 
     const view = uid(); // Python redraws only while somebody looks
     kernel.send({ view, open: true });
@@ -62,6 +73,9 @@ export default {
     return () => {
       letGoOfKeys();
       clearTimeout(probe);
+      hiding.remove();
+      connection?.statusChanged?.disconnect(takeStatus);
+      connection?.disposed?.disconnect(kernel.lose);
       kernel.send({ view, open: false });
       kernel.remove();
     };

@@ -8,10 +8,10 @@ from typing import Any
 import traitlets
 
 from amp_widgets.core.run_state import ALIVE, RunState
-from amp_widgets.core.settings import describe_changes, format_scale
+from amp_widgets.core.settings import describe_changes
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
-from amp_widgets.widgets.text import UNKNOWN, bytes_text, loss_text, rate_text, seconds_text
+from amp_widgets.widgets.text import UNKNOWN, bytes_text, in_force_text, loss_text, rate_text, seconds_text
 
 
 class StatusLine(Control):
@@ -26,6 +26,8 @@ class StatusLine(Control):
         counts.
     state
         What to show first.
+    still
+        A class of elements that are hidden as long as there is a view of this on their page.
     """
 
     _esm = page_script("status_line")
@@ -40,11 +42,13 @@ class StatusLine(Control):
     rejection = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
     notes: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    still = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, watched: Callable[[int], None], state: DashboardState | None = None) -> None:
+    def __init__(self, watched: Callable[[int], None], state: DashboardState | None = None, *, still: str = "") -> None:
         self._views: set[str] = set()
         self.loop_runs = False
         super().__init__(watched, state)
+        self.still = still
 
     loop_runs: bool
     """Whether a loop of the user's own trains: steps go on, and no background run is alive. Shown with the next `render`."""
@@ -79,18 +83,6 @@ class StatusLine(Control):
         else:
             self._views.discard(view)
         self._request(len(self._views))
-
-
-def in_force_text(state: DashboardState) -> str:
-    """What is in force, in one line: ``fp16 · loss scale 2^14 · 4 layers checkpointed``."""
-    settings = state.settings
-    if settings.scales_loss:
-        scale = "loss scaled" if state.scale is None else f"loss scale {format_scale(state.scale)}"
-    else:
-        scale = "loss not scaled"
-    count = len(settings.checkpointed)
-    layers = "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
-    return f"{settings.autocast} · {scale} · {layers}"
 
 
 _WORDS: Mapping[RunState, tuple[str, str]] = {

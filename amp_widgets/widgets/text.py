@@ -1,10 +1,11 @@
-"""Numbers as a dashboard writes them. An unknown number is a dash, never a zero."""
+"""Numbers and settings as a dashboard writes them. An unknown number is a dash, never a zero."""
 
 from __future__ import annotations
 
 import math
 
 from amp_widgets.core.settings import format_scale
+from amp_widgets.widgets.state import DashboardState
 
 UNKNOWN = "–"
 
@@ -90,6 +91,18 @@ def number_text(value: float) -> str:
 def loss_text(loss: float) -> str:
     """Four digits; ``nan`` and ``inf`` as they are, because they are results."""
     return f"{loss:.4g}"
+
+
+def in_force_text(state: DashboardState) -> str:
+    """What is in force, in one line: ``fp16 · loss scale 2^14 · 4 layers checkpointed``."""
+    settings = state.settings
+    if settings.scales_loss:
+        scale = "loss scaled" if state.scale is None else f"loss scale {format_scale(state.scale)}"
+    else:
+        scale = "loss not scaled"
+    count = len(settings.checkpointed)
+    layers = "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
+    return f"{settings.autocast} · {scale} · {layers}"
 
 
 def _three_digits(value: float) -> str:

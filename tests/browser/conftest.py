@@ -34,9 +34,15 @@ class OpenNotebook(Protocol):
     """Opens a notebook in a page of its own."""
 
     def __call__(
-        self, cells: Sequence[str] = (), *, path: Path | None = None, name: str | None = None, height: int = 1000
+        self,
+        cells: Sequence[str] = (),
+        *,
+        path: Path | None = None,
+        name: str | None = None,
+        height: int = 1000,
+        kernel: bool = True,
     ) -> Notebook:
-        """Open code `cells`, a copy of the notebook at `path`, or `name`, which another page has opened before."""
+        """Open code `cells`, a copy of the notebook at `path`, or one by its `name`; wait for its `kernel` or not."""
 
 
 @pytest.fixture(scope="session")
@@ -74,21 +80,26 @@ def open_notebook(lab: Lab, browser: Browser, request: pytest.FixtureRequest) ->
     opened: list[Notebook] = []
 
     def open_one(
-        cells: Sequence[str] = (), *, path: Path | None = None, name: str | None = None, height: int = VIEWPORT["height"]
+        cells: Sequence[str] = (),
+        *,
+        path: Path | None = None,
+        name: str | None = None,
+        height: int = VIEWPORT["height"],
+        kernel: bool = True,
     ) -> Notebook:
         if name is None:
             name = lab.copy_notebook(path) if path is not None else lab.write_notebook(cells)
         context = browser.new_context(viewport={"width": VIEWPORT["width"], "height": height})
         notebook = Notebook(lab, context.new_page(), name)
         opened.append(notebook)
-        notebook.open()
+        notebook.open(kernel=kernel)
         return notebook
 
     yield open_one
 
     failed = request.node.stash.get(failed_key, False)
     for number, notebook in enumerate(opened):
-        if failed:
+        if failed and not notebook.page.is_closed():
             name = f"failed-{request.node.name}-{number}"
             print(f"picture: {notebook.screenshot(name)}\nconsole: {notebook.errors}")
         notebook.page.context.close()

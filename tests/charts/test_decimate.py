@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amp_widgets.charts.decimate import Floats, decimated, evened, level_parts_removed, without_long_gaps
+from amp_widgets.errors import MissingExtraError
 
 NAN = math.nan
 LIMIT = 16
@@ -112,3 +114,11 @@ def test_a_long_gap_is_one_gap() -> None:
     np.testing.assert_array_equal(new_y, [NAN, 1, NAN, 2, 3, NAN])
     assert x.tolist() == [0, 2, 3, 6, 7, 8]
     assert without_long_gaps(np.empty(0), np.empty(0))[0].size == 0
+
+
+def test_evened_does_without_tsdownsample_and_decimated_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tsdownsample", None)
+    x = np.arange(1000.0)
+    assert evened(x, np.sin(x), LIMIT)[0].size <= LIMIT
+    with pytest.raises(MissingExtraError, match="tsdownsample"):
+        decimated(x, np.sin(x), LIMIT)

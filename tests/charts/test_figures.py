@@ -215,7 +215,7 @@ def test_a_user_can_go_on_with_it() -> None:
         ("figures", "plotly.graph_objects"),
         ("live", "anywidget"),
         ("live", "ipywidgets"),
-        ("decimate", "tsdownsample"),
+        ("live", "tsdownsample"),
     ],
 )
 def test_a_missing_library_is_named_with_the_way_to_get_it(module: str, missing: str) -> None:

@@ -327,7 +327,7 @@ def test_two_dashboards_agree(make, session_of, clock: Clock) -> None:
         dashboard.tick()
     for kind in (StatusLine, RunControl, AutocastControl, ScalerControl, LayersControl):
         first, second = part(one, kind), part(other, kind)
-        names = [name for name in first.keys if not name.startswith("_") and name != "layout"]
+        names = [name for name in first.keys if not name.startswith("_") and name not in ("layout", "still")]
         assert {name: getattr(first, name) for name in names} == {name: getattr(second, name) for name in names}
     assert part(one, AutocastControl).in_force == "fp16"
     assert part(one, ScalerControl).exponent == 4
@@ -444,8 +444,9 @@ def test_requests_from_many_threads_lose_nothing(make, session_of) -> None:
 
 def test_its_text_is_short_and_says_how_it_stands(make, session_of) -> None:
     dashboard = make(session_of(autocast="fp16", scale=4.0, step=7))
+    assert repr(dashboard) == "<amp_widgets dashboard: step 7, fp16 · loss scale 2^2 · no layer checkpointed>"
     bundle = dashboard._repr_mimebundle_()
-    assert bundle["text/plain"] == "<amp_widgets dashboard: step 7, fp16 · loss scale 2^2 · no layer checkpointed>"
+    assert "run this cell again" in bundle["text/plain"]
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == dashboard.model_id
 
 
@@ -492,3 +493,104 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end_s, "it did not come to pass"
         time.sleep(0.01)
+
+
+# ---- the picture that the notebook keeps -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What was displayed, and by which name."""
+    shown: list[tuple[str, dict[str, Any]]] = []
+
+    def record(bundle: dict[str, Any], *, raw: bool, display_id: str = "") -> None:
+        assert raw
+        shown.append((display_id, bundle))
+
+    monkeypatch.setattr("amp_widgets.widgets.still.display", record)
+    monkeypatch.setattr("amp_widgets.widgets.still.update_display", record)
+    return shown
+
+
+def train(session: Any, steps: int) -> None:
+    for _ in range(steps):
+        session.history_so_far.append(step=session.state.step, loss=1.0)
+        session.boundary()
+
+
+def test_a_displayed_dashboard_has_a_picture_below_it_which_its_page_can_find(make, session_of, stills) -> None:
+    dashboard = make(session_of(run="ready"))
+    dashboard._ipython_display_()
+    (_, view), (name, still) = stills
+    assert view["application/vnd.jupyter.widget-view+json"]["model_id"] == dashboard.model_id
+    assert part(dashboard, StatusLine).still == name
+    assert f'class="{name}"' in still["text/html"]
+    assert "<img" not in still["text/html"]
+    assert "at step 0 (ready, fp32" in still["text/plain"]
+    assert "run this cell again" in still["text/plain"]
+
+
+def test_the_picture_is_drawn_anew_when_a_run_halts_and_seldom_while_it_goes_on(make, session_of, stills, clock: Clock) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    dashboard._ipython_display_()
+    stills.clear()
+    while clock.now_s < 100 + 4 * 3600:
+        clock.pass_(1.0)
+        train(session, 1)
+        dashboard.tick()
+    assert 20 < len(stills) < 100
+    assert all("<img" in still["text/html"] for _, still in stills)
+    (name,) = {name for name, _ in stills}
+    assert name == part(dashboard, StatusLine).still
+    stills.clear()
+    clock.pass_(0.1)
+    session.put(run="stopped")
+    dashboard.tick()
+    ((_, still),) = stills
+    assert f"at step {session.state.step:,} (stopped" in still["text/plain"]
+    for _ in range(50):
+        clock.pass_(100.0)
+        dashboard.tick()
+    assert len(stills) == 1
+
+
+def test_the_last_picture_is_of_the_closed_session(make, session_of, stills, clock: Clock) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    dashboard._ipython_display_()
+    train(session, 3)
+    session.closed = True
+    clock.pass_(0.1)
+    dashboard.tick()
+    assert "at step 3" in stills[-1][1]["text/plain"]
+    assert "<img" in stills[-1][1]["text/html"]
+
+
+def test_no_picture_without_display_and_a_failing_one_is_said(make, session_of, stills, clock: Clock, monkeypatch) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    train(session, 3)
+    clock.pass_(10.0)
+    dashboard.tick()
+    assert stills == []
+    dashboard._ipython_display_()
+    monkeypatch.setattr("amp_widgets.widgets.still.update_display", lambda *args, **options: 1 / 0)
+    for _ in range(2):
+        train(session, 1)
+        clock.pass_(10.0)
+        dashboard.tick()
+    assert "the picture for the notebook cannot be drawn: ZeroDivisionError" in part(dashboard, StatusLine).rejection
+
+
+def test_shown_in_outputs_that_are_there_its_picture_stays_in_the_second(make, session_of, stills, clock: Clock) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    dashboard.show_in(("first", "second"))
+    assert [name for name, _ in stills] == ["first", "second"]
+    assert "application/vnd.jupyter.widget-view+json" in stills[0][1]
+    train(session, 2)
+    clock.pass_(10.0)
+    dashboard.tick()
+    assert [name for name, _ in stills] == ["first", "second", "second"]
+    assert f'class="{part(dashboard, StatusLine).still}"' in stills[-1][1]["text/html"]

@@ -553,7 +553,7 @@ def test_the_status_line_finds_out_by_itself_and_tells_the_dashboard(show, state
     view.page.evaluate("() => { window.gone = true; window.emit('comm_live_update'); }")
     view.page.wait_for_function("() => window.told === 1")
     assert view.page.locator(".ampw-word").inner_text() == "no kernel"
-    assert view.page.get_by_text("no kernel: run the cell again").is_visible()
+    assert view.page.get_by_text("To have it live, run this cell again, after the cells that it needs.").is_visible()
     assert view.page.locator(".ampw-word").get_attribute("data-tone") == "idle"
     view.page.evaluate("() => window.remove()")
 

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from amp_widgets.core.run_state import RunState
-from amp_widgets.widgets.status_line import StatusLine, in_force_text
+from amp_widgets.widgets.status_line import StatusLine
+from amp_widgets.widgets.text import in_force_text
 
 
 def nobody(_: int) -> None:

@@ -45,14 +45,14 @@ class Notebook:
         self.name = name
         self.errors: list[str] = []
         page.on("console", self._on_console)
-        page.on("pageerror", lambda error: self._on_error(f"uncaught: {error}"))
+        page.on("pageerror", lambda error: self._on_error(f"uncaught: {error.stack or error}"))
 
     # --- the page ---
 
-    def open(self, timeout_s: float = 60) -> None:
-        """Load the page and wait for the cells and the kernel."""
+    def open(self, timeout_s: float = 60, *, kernel: bool = True) -> None:
+        """Load the page and wait for the cells and, if wanted, the kernel."""
         self.page.goto(self.lab.url(self.name))
-        self.wait_ready(timeout_s)
+        self.wait_ready(timeout_s, kernel=kernel)
 
     def wait_ready(self, timeout_s: float = 60, *, kernel: bool = True) -> None:
         """Wait until the cells are there and, if wanted, the kernel has answered (a busy one may not)."""
@@ -199,6 +199,11 @@ class Notebook:
         self.kernel.forget()
         self._do("await panel.sessionContext.session.kernel.restart();")
         self.wait_ready()
+
+    def shut_down(self) -> None:
+        """End the kernel as JupyterLab's menu does."""
+        self.kernel.forget()
+        self._do("await panel.sessionContext.shutdown();")
 
     # --- waiting ---
 

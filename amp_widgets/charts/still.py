@@ -1,0 +1,346 @@
+"""The training chart as one small picture: for a notebook without a kernel, and where the widgets' packages are missing."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_widgets.charts import flags
+from amp_widgets.charts.decimate import Points, evened
+from amp_widgets.charts.labels import EventLike, event_label, short_event_label, shortened
+from amp_widgets.charts.look import COLOURS, PLOTS
+from amp_widgets.charts.series import essential, series_of
+
+WIDTH_PX = 900
+LEFT_PX, RIGHT_PX = 66, 20
+GAP_PX = 38
+"""Between two plots: the title of the lower one, and room above it."""
+BOTTOM_PX = 44
+LINE_POINTS = 440
+"""Points that a line is reduced to."""
+MARK_PX = 7
+"""Of marks that would hide each other one is drawn."""
+MOST_MARKS = 150
+NO_STEP = "No training step recorded yet."
+
+
+def training_svg(
+    columns: Mapping[str, npt.NDArray[Any]],
+    events: Sequence[EventLike],
+    *,
+    memory_source: str,
+) -> str:
+    """Loss, loss scale, memory and step time over steps as an SVG document of its own, of 40 KB at most.
+
+    Parameters
+    ----------
+    columns
+        Name → array of shape (rows,), NaN where not measured; see :func:`amp_widgets.charts.figures.training_figure`.
+        ``step_s`` is drawn too (seconds).
+    events
+        What happened, see :class:`amp_widgets.charts.labels.EventLike`.
+    memory_source
+        How the memory numbers are obtained, for people.
+
+    Returns
+    -------
+    str
+        On a background of its own, so that it can be read on a light page and on a dark one. Without any row it is a small
+        picture that says so.
+    """
+    step = np.asarray(columns["step"], dtype=np.float64)
+    if not step.size:
+        return _document(60, NO_STEP, [_text(WIDTH_PX / 2, 35, NO_STEP, "middle")])
+    skipped_steps = np.array(sorted({event.step for event in events if event.kind == "skipped"}), dtype=np.float64)
+    series = series_of(columns, skipped_steps=skipped_steps)
+    if not np.any(series["scale"][1]):  # 2^0 throughout, or unknown: the plot says so in words
+        series["scale"] = step[:0], step[:0]
+    step_s = np.asarray(columns.get("step_s", np.full(step.shape, np.nan)), dtype=np.float64)
+    series["step_s"] = step, np.where(np.isfinite(step_s), step_s, np.nan)
+
+    ends = [*step[[0, -1]].tolist(), *(float(event.step) for event in events)]
+    first, last = min(ends), max(ends)
+    margin = 0.02 * max(last - first, 1)
+    across = _Axis(first - margin, last + margin, LEFT_PX, WIDTH_PX - RIGHT_PX)
+    labels, lanes = _labels(events, across)
+    top = loss_top = 12 + lanes * flags.LANE_PX + 22
+    drawn: list[str] = []
+    bottom = top
+    for plot in _plots(series, memory_source):
+        bottom = top + plot.height
+        drawn += plot.drawn(series, across, top)
+        top = bottom + GAP_PX
+    drawn += _event_marks(events, across, loss_top)
+    drawn += _flags(labels, across, lanes, bottom)
+    for tick in _ticks(across.low, across.high, 9, whole=True):
+        if first <= tick <= last:
+            drawn.append(_text(across(tick), bottom + 16, f"{tick:,.0f}", "middle"))
+    drawn.append(_text((LEFT_PX + WIDTH_PX - RIGHT_PX) / 2, bottom + 34, "step", "middle"))
+    return _document(bottom + BOTTOM_PX, f"Training charts up to step {step[-1]:,.0f}", drawn)
+
+
+def picture_html(svg: str, caption: str, *, class_: str = "") -> str:
+    """The picture with a sentence above it, as HTML that also shows where a notebook is not trusted.
+
+    Parameters
+    ----------
+    svg
+        From :func:`training_svg`.
+    caption
+        A sentence, as text.
+    class_
+        Name of a class for the whole.
+    """
+    # As an image: front ends remove SVG elements from the HTML of a notebook that is not trusted, and images of data stay.
+    data = base64.b64encode(svg.encode()).decode()
+    return (
+        f'<div class="{html.escape(class_)}"><p>{html.escape(_printable(caption))}</p>'
+        f'<img src="data:image/svg+xml;base64,{data}" alt="Training charts" style="max-width: 100%"></div>'
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Axis:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    low_px: float
+    high_px: float
+
+    def __call__(self, value: float) -> float:
+        return float(self.pixels(np.array(value)))
+
+    def pixels(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        part = (values / 2 - self.low / 2) / (self.high / 2 - self.low / 2)  # halved: a range of floats may exceed a float
+        return self.low_px + np.clip(part, 0, 1) * (self.high_px - self.low_px)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Plot:
+    title: str
+    height: int
+    lines: Mapping[str, str]  # series → name in the legend
+    marks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    empty_note: str
+    factor: float = 1.0  # from the series to the numbers at the axis
+    power_of_two: bool = False
+    from_zero: bool = False
+    highest_shown: float = math.inf  # what is higher is drawn at the upper edge
+
+    def drawn(self, series: Mapping[str, Points], across: _Axis, top: int) -> list[str]:
+        """Everything between `top` and ``top + height``, and the title above."""
+        bottom, right = top + self.height, WIDTH_PX - RIGHT_PX
+        parts = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
+        known = {name: series[name] for name in self.lines if not np.isnan(series[name][1]).all()}
+        marked = {name: series[name] for name in self.marks if series[name][0].size}
+        legend = [(text, _colour(name), "line") for name, text in self.lines.items() if name in known and len(self.lines) > 1]
+        legend += [(text, _INK.alarm, "cross") for name, text in self.marks.items() if name in marked]
+        parts += [_text(LEFT_PX, top - 6, self.title, bold=True), *_legend(legend, top - 6)]
+        if not known:
+            parts.append(_text((LEFT_PX + right) / 2, (top + bottom) / 2 + 4, self.empty_note, "middle", _INK.muted))
+        values = [y[~np.isnan(y)] for _, y in (known or {"": (np.zeros(1), np.zeros(1))}).values()]
+        low, high = self._range(min(float(y.min()) for y in values), max(float(y.max()) for y in values))
+        up = _Axis(low, high, bottom, top)
+        if known:
+            ticks = _ticks(low * self.factor, high * self.factor, max(2, self.height // 24), whole=self.power_of_two)
+            for tick, text in zip(ticks, _numbers(ticks), strict=True):
+                y_px = up(tick / self.factor)
+                parts.append(f'<path stroke="{_INK.grid}" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
+                parts.append(_text(LEFT_PX - 6, y_px + 4, f"2^{text}" if self.power_of_two else text, "end"))
+        for name, points in known.items():
+            parts += _line(essential(name, points), across, up, _colour(name), stairs=name == "scale")
+        for name, (x, y) in marked.items():
+            at_px = np.full(x.shape, top + 0.06 * self.height) if name == "not_finite" else up.pixels(y)
+            crosses = "".join(f"M{x_px} {y_px}l7 7m0-7l-7 7" for x_px, y_px in _places(across.pixels(x) - 3.5, at_px - 3.5))
+            parts.append(f'<path stroke="{_INK.alarm}" stroke-width="1.8" d="{crosses}"/>')
+        return parts
+
+    def _range(self, low: float, high: float) -> tuple[float, float]:
+        high = min(high, self.highest_shown)
+        low = 0.0 if self.from_zero else min(low, high)
+        if high / 2 - low / 2 <= max(1e-12 * max(abs(low), abs(high)), 1e-290):  # too close together to be told apart
+            margin = 1.0 if self.power_of_two else abs(low) / 20 or 1.0
+        else:
+            margin = high / 20 - low / 20
+        return (0.0 if self.from_zero else low - margin), high + margin
+
+
+def _plots(series: Mapping[str, Points], memory_source: str) -> list[_Plot]:
+    memory = ("allocated", "peak", "reserved")
+    byte_unit, bytes_in_it = _unit([series[name][1] for name in memory], _BYTE_UNITS)
+    times = series["step_s"][1]
+    known = times[~np.isnan(times)]
+    usual = float(np.quantile(known, 0.98)) if known.size else 0.0
+    time_unit, seconds_in_it = _unit([np.array([usual])], _TIME_UNITS)
+    # The first step alone may take a hundred times as long: the others would be a line at zero.
+    cut = 2 * usual if known.size and usual > 0 and known.max() > 3 * usual else math.inf
+    higher = f" · longest {known.max() / seconds_in_it:,.3g} {time_unit}, cut off" if cut < math.inf else ""
+    return [
+        _Plot(
+            title="loss", height=150, lines={"loss": "loss"}, marks={"not_finite": "not finite"},
+            empty_note=PLOTS["loss"].empty_note,
+        ),
+        _Plot(
+            title="loss scale (powers of 2)", height=84, lines={"scale": "loss scale"}, marks={"skipped": "skipped step"},
+            empty_note=PLOTS["scale"].empty_note, power_of_two=True,
+        ),
+        _Plot(
+            title=f"memory ({byte_unit}) · {shortened(memory_source, 78)}", height=110, lines={name: name for name in memory},
+            empty_note=PLOTS["memory"].empty_note, factor=1 / bytes_in_it, from_zero=True,
+        ),
+        _Plot(
+            title=f"step time ({time_unit}){higher}", height=84, lines={"step_s": "step time"}, empty_note="not measured",
+            factor=1 / seconds_in_it, from_zero=True, highest_shown=cut,
+        ),
+    ]  # fmt: skip
+
+
+def _line(points: Points, across: _Axis, up: _Axis, colour: str, *, stairs: bool) -> list[str]:
+    """A line in whole half pixels, each point as its distance from the one before: that is short."""
+    x, y = evened(*points, LINE_POINTS)
+    gap = np.isnan(y)
+    xs = np.rint(2 * across.pixels(x)).astype(int).tolist()
+    ys = np.rint(2 * up.pixels(np.where(gap, up.low, y))).astype(int).tolist()
+    path: list[str] = []
+    lone: list[str] = []
+    for i, (x_px, y_px, no_point) in enumerate(zip(xs, ys, gap.tolist(), strict=True)):
+        if no_point:
+            continue
+        if i == 0 or gap[i - 1]:
+            path.append(f"M{x_px} {y_px}")
+            if i + 1 == len(xs) or gap[i + 1]:
+                lone.append(f"M{x_px} {y_px}h0")
+        elif stairs:
+            path.append(f"h{x_px - xs[i - 1]}v{y_px - ys[i - 1]}")
+        elif (x_px, y_px) != (xs[i - 1], ys[i - 1]):
+            path.append(f"l{x_px - xs[i - 1]} {y_px - ys[i - 1]}".replace(" -", "-"))
+    look = f'fill="none" stroke="{colour}" transform="scale(.5)" stroke-linecap="round" stroke-linejoin="round"'
+    parts = [f'<path {look} stroke-width="3" d="{"".join(path)}"/>']
+    if lone:
+        parts.append(f'<path {look} stroke-width="8" d="{"".join(lone)}"/>')
+    return parts
+
+
+def _labels(events: Sequence[EventLike], across: _Axis) -> tuple[list[flags.Flag], int]:
+    """The lines of applied changes, and how many lanes their labels need."""
+    applied = sorted((event for event in events if event.kind == "applied"), key=lambda event: event.step)
+    placed = flags.placed(
+        [float(event.step) for event in applied],
+        [event_label(event) for event in applied],
+        [short_event_label(event) for event in applied],
+        first_step=across.low,
+        last_step=across.high,
+        width_px=across.high_px - across.low_px,
+    )
+    return placed, 1 + max((flag.lane for flag in placed if flag.lane is not None), default=-1)
+
+
+def _flags(placed: Iterable[flags.Flag], across: _Axis, lanes: int, bottom: int) -> list[str]:
+    lines, texts = "", []
+    for flag in placed:
+        x_px = across(flag.step)
+        base = 12 + lanes * flags.LANE_PX - (flag.lane or 0) * flags.LANE_PX
+        lines += f"M{x_px:.1f} {base - 10 if flag.lane is not None else 12 + lanes * flags.LANE_PX}V{bottom}"
+        if flag.lane is not None:
+            side, anchor = (-3, "end") if flag.leftwards else (3, "start")
+            # What is Plotly's escaping there is taken back: it is escaped anew for SVG.
+            texts.append(_text(x_px + side, base, html.unescape(flag.label), anchor))
+    return [f'<path stroke="{_INK.flag}" stroke-dasharray="2 3" d="{lines}"/>', *texts] if lines else []
+
+
+def _event_marks(events: Iterable[EventLike], across: _Axis, y_px: float) -> list[str]:
+    """What was rejected, and the stages of runs: marks at the upper edge of the loss."""
+    parts = []
+    for kind, shape in _EVENT_SHAPES.items():
+        steps = np.array([event.step for event in events if event.kind == kind], dtype=np.float64)
+        places = _places(across.pixels(steps) - 3, np.full(steps.shape, y_px - 3))
+        if places:
+            marks = "".join(f"M{x} {y}{shape}" for x, y in places)
+            parts.append(f'<path fill="none" stroke="{_INK.flag}" d="{marks}"/>')
+    return parts
+
+
+def _places(x_px: npt.NDArray[Any], y_px: npt.NDArray[Any]) -> list[tuple[str, str]]:
+    """One of the places that fall together."""
+    cells = np.rint(x_px / MARK_PX) + 1e4 * np.rint(y_px / MARK_PX / 2)
+    _, first = np.unique(cells, return_index=True)
+    kept = np.sort(first)[-MOST_MARKS:].tolist()
+    return [(f"{x_px[i]:.4g}", f"{y_px[i]:.4g}") for i in kept]
+
+
+def _legend(entries: Sequence[tuple[str, str, str]], y_px: float) -> list[str]:
+    parts: list[str] = []
+    right = float(WIDTH_PX - RIGHT_PX)
+    for text, colour, shape in reversed(entries):
+        parts.append(_text(right, y_px, text, "end"))
+        right -= flags.CHARACTER_PX * len(text) + 8
+        d = f"M{right - 16} {y_px - 4}h16" if shape == "line" else f"M{right - 8} {y_px - 7}l7 7m0-7l-7 7"
+        parts.append(f'<path stroke="{colour}" stroke-width="2" d="{d}"/>')
+        right -= 30
+    return parts
+
+
+def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """At most about `most` round numbers from `low` to `high`."""
+    raw = high / most - low / most
+    power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
+    distance = next((power * factor for factor in (1, 2, 5) if power * factor >= raw), power * 10)
+    if whole:
+        distance = max(1.0, distance)
+    first, last = math.ceil(low / distance), math.floor(high / distance)
+    return [number * distance for number in range(first, last + 1)]
+
+
+def _numbers(ticks: Sequence[float]) -> list[str]:
+    """With as many digits as tell them apart."""
+    for digits in range(3, 17):
+        texts = [f"{tick:.{digits}g}" for tick in ticks]
+        if all(math.isclose(float(text), tick, rel_tol=1e-12, abs_tol=1e-12) for text, tick in zip(texts, ticks, strict=True)):
+            break
+    return texts
+
+
+def _unit(values: Iterable[npt.NDArray[Any]], units: Sequence[tuple[float, str]]) -> tuple[str, float]:
+    """The unit in which the highest value is 1 at least, and how much it is."""
+    highest = max((float(np.nanmax(one)) for one in values if not np.isnan(one).all()), default=0.0)
+    size, name = next(((size, name) for size, name in units if highest >= size), units[-1])
+    return name, size
+
+
+def _text(x_px: float, y_px: float, text: str, anchor: str = "start", colour: str = "", *, bold: bool = False) -> str:
+    attributes = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    attributes += f' fill="{colour}"' if colour else ""
+    attributes += ' font-weight="600"' if bold else ""
+    return f'<text x="{x_px:.4g}" y="{y_px:.4g}"{attributes}>{html.escape(_printable(text))}</text>'
+
+
+def _printable(text: str) -> str:
+    """Without the characters that XML does not allow."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+
+
+def _document(height: float, label: str, parts: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH_PX}" height="{height:.0f}" viewBox="0 0 {WIDTH_PX} {height:.0f}" '
+        f'role="img" aria-label="{label}" font-family="system-ui, sans-serif" font-size="12" fill="{_INK.text}">'
+        f'<rect width="100%" height="100%" rx="4" fill="{_INK.background}"/>{"".join(parts)}</svg>'
+    )
+
+
+def _colour(series: str) -> str:
+    return str(getattr(_INK, series, _INK.loss))
+
+
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_EVENT_SHAPES = {"rejected": "l6 6m0-6l-6 6", "run": "m0 3a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "note": "m3 0l3 3l-3 3l-3-3z"}
+_INK = COLOURS["light"]

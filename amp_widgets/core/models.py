@@ -1,0 +1,63 @@
+"""The models of a loop, and the optimizers that go with them: what is checked before a loop is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from amp_widgets.errors import ModelError
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """The devices that a model's parameters are on, the first of other devices than the CPU first.
+
+    Raises
+    ------
+    ModelError
+        When it is no model, has no parameters, or none that hold numbers.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model: got a {type(model).__name__}, expected a torch.nn.Module; AmpSession(model, optimizer)")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise ModelError(f"model: got a {type(model).__name__} without parameters, expected a model to train")
+    devices = list(dict.fromkeys(p.device for p in parameters))
+    if any(device.type == "meta" for device in devices):
+        raise ModelError(
+            "model: got parameters on the meta device, which hold no numbers; materialise them first: model.to_empty(device=...)"
+        )
+    return sorted(devices, key=lambda device: (device.type == "cpu", str(device)))
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that each optimizer has parameters of the model.
+
+    Raises
+    ------
+    ModelError
+        When one has none.
+    """
+    ids = {id(p) for p in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            raise ModelError(f"optimizer: got a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in ids for p in theirs):
+            raise ModelError(
+                f"optimizer: got a {type(optimizer).__name__} with {len(theirs)} parameters, none of them the model's, "
+                "expected one made with model.parameters(). Was the model replaced or copied after the optimizer was made?"
+            )
+
+
+class Together(nn.Module):
+    """Several models in one tree; never called."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            name = name.replace(".", "_")
+            while hasattr(self, name):
+                name += "_"
+            self.add_module(name, model)
