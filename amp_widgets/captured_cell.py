@@ -85,11 +85,15 @@ class CapturedCell:
         for changes, at_step in self._requests:
             with contextlib.suppress(SettingsError):  # an event, and shown in the dashboard
                 _ask(loop, changes, at_step)
+        self._requests.clear()  # a second model in the cell is another story
         self._shown = True
+        before = self._dashboard
         try:
             first, second = (str(place.display_id) for place in self._places)
             self._dashboard = loop.dashboard()
             self._dashboard.show_in((first, second))
+            if before is not None:
+                before.close()
         except MissingExtraError as error:
             self._picture = Picture(loop, f"{NO_DASHBOARD} {error}")
             self._places[0].update(self._picture)

@@ -299,6 +299,18 @@ def test_one_of_several_models(kernel: Kernel) -> None:
     assert "no model named &#x27;nets&#x27; was trained; these were: net, other" in none.shown
 
 
+def test_one_model_after_the_other(kernel: Kernel) -> None:
+    code = LOOP.replace("\n", "\n    ").replace("net =", "first_net = weakref.ref(net) if run else None\n    net =", 1)
+    cell = kernel.run(f"import weakref\n%%amp\nimport weakref\nfor run in range(2):{code}".partition("\n")[2])
+    assert cell.error is None, cell.error
+    # two steps of the second model show that it is another one that is trained now
+    assert kernel.value("session.status().step, first_net() is None, [n.name for n in session.layers]") == (
+        6, True, ["0", "1", "2"],
+    )  # fmt: skip
+    assert kernel.value("session.history.columns('loss')['loss'].tolist()[-1] == loss.item()") is True
+    assert cell.shown.count("<p>An amp_widgets dashboard was here") == 1
+
+
 def test_nothing_to_see(kernel: Kernel) -> None:
     cell = kernel.run("%%amp\n1 + 1")
     assert cell.result == "2"

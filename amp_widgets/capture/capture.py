@@ -65,24 +65,32 @@ class Capture:
         self._make_session = make_session
         self._on_found = on_found
         self._model_name = model_name
-        self._models = Models({} if namespace is None else namespace, model_name)
+        self._namespace: Mapping[str, Any] = {} if namespace is None else namespace
         self._patches = Patches()
         self._regions = Regions(self, self._is_here)
-        self._scalers: list[torch.amp.GradScaler] = []
-        self._together: tuple[str, ...] = ()  # names of the models, where they are several
-        self._others: dict[int, str] = {}  # names of others, by the optimizer that trains them
         self._hidden = HiddenGradients()
         self._undo = contextlib.ExitStack()
         self._foreign_threads: set[int | None] = set()
+        self._within = False
+        self._in_closure = False
+        self._leave_alone = False
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Forget what was found."""
+        self.session = None
+        self._model: nn.Module | None = None
+        self._models = Models(self._namespace, self._model_name)
+        self._scalers: list[torch.amp.GradScaler] = []
+        self._together: tuple[str, ...] = ()  # names of the models, where they are several
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()  # what they train
+        self._others_in_a_row = 0  # steps of theirs since the last one of ours began
         self._strangers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._outermost: set[int] = set()  # ids of modules that the code itself has called
-        self._model: nn.Module | None = None
-        self._within = False
-        self._leave_alone = False
         self._first_step_ended = False
         self._told = False
         self._has_regions = False
-        self._in_closure = False
+        self._kept_off = False
         self._scaled_last = False
 
     def __enter__(self) -> Capture:
@@ -114,7 +122,7 @@ class Capture:
         if loop is None:
             return ()
         parts = []
-        if self._added_autocast(loop) is not None:
+        if self._added_autocast(loop) is not None and not self._kept_off:
             parts.append("autocast around the model's forward")
         if loop.adds_scaling:
             parts.append("loss scaling around backward and step")
@@ -128,10 +136,13 @@ class Capture:
         said = []
         if self.added:
             said.append(f"Added by amp_widgets: {' and '.join(self.added)}; your loop has none of its own.")
+        if self._added_autocast(loop) is not None and self._kept_off:
+            name = loop.settings.autocast
+            said.append(f"Your loop's autocast regions have enabled=False and stay off: nothing runs in {name}.")
         if len(self._together) > 1:
             said.append(f"Controls {' and '.join(self._together)}; %%amp --model NAME picks one of them.")
         if self._others:
-            names = " and ".join(dict.fromkeys(self._others.values()))
+            names = " and ".join(sorted(set(self._others.values())))
             said.append(f"This cell also trains {names}, which is not controlled here; %%amp --model NAME picks another model.")
         if loop.scaler.is_enabled() and not loop.settings.scales_loss:
             own = loop.settings.autocast
@@ -141,6 +152,8 @@ class Capture:
     # ---- told by the regions (RegionListener) -----------------------------------------------------------------------
 
     def region_begins(self, device_type: str, name: AutocastName, *, outermost: bool) -> AutocastName | None:
+        if outermost and torch.is_grad_enabled():
+            self._follow()
         loop = self._loop()
         if loop is None or device_type != loop.device.type:
             return None
@@ -191,6 +204,7 @@ class Capture:
         __tracebackhide__ = True
         if not self._is_here():
             return call()
+        self._follow()
         loop = self._loop()
         if torch._C._current_graph_task_id() != -1:  # a recompute; parts of a layer are called here one by one
             if loop is None or id(module) not in self._outermost:
@@ -203,9 +217,12 @@ class Capture:
         if loop is None or not loop.owns(module):
             return self._run(None, call)
         self._outermost.add(id(module))
+        self._others_in_a_row = 0
         if self._first_step_ended and not self._told:
             self._tell(loop)
         loop.forward_begins(module)
+        if loop.overrides_autocast:
+            self._regions.keep_up(loop.settings.autocast, loop.device.type)
         return self._run(loop, call)
 
     def _run(self, loop: LiveLoop | None, call: Callable[[], Any]) -> Any:
@@ -213,9 +230,10 @@ class Capture:
         self._within, within = True, self._within
         try:
             name = None if loop is None else self._added_autocast(loop)
-            if loop is None or name is None or self._regions.depth(loop.device.type):
+            if loop is None or name is None:
                 return call()
-            return call_in_autocast(name, loop.device.type, call)
+            self._kept_off = bool(self._regions.depth(loop.device.type))  # in a region of the user's that is disabled
+            return call() if self._kept_off else call_in_autocast(name, loop.device.type, call)
         finally:
             self._within = within
 
@@ -307,9 +325,12 @@ class Capture:
     def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: it shows what is trained."""
         loop = self._loop()
-        if self._leave_alone or self.session is not loop or id(optimizer) in self._others:
+        if self._leave_alone or self.session is not loop:
             return
         if loop is not None and loop.trains(optimizer):
+            return
+        self._others_in_a_row += 1
+        if optimizer in self._others:
             return
         owner = self._models.owner_of(optimizer)
         if loop is None:  # the model's own call was not seen
@@ -318,9 +339,23 @@ class Capture:
         elif owner is not None and not self._told and self._model_name is None:
             self._control_all(loop)
         elif owner is not None or self._model_name is not None:
-            self._others[id(optimizer)] = "another model" if owner is None else self._models.name_of(owner)
+            self._others[optimizer] = "another model" if owner is None else self._models.name_of(owner)
         else:
             loop.count_optimizer(optimizer)  # it trains no model, but an image, for example
+
+    def _follow(self) -> None:
+        """Let go of a model whose training is over, as far as can be told: only another one has been trained of late.
+
+        So code that makes one model after the other has each of them freed when it would be without a session.
+        """
+        if self._others_in_a_row < _STEPS_OF_OTHERS or not self._told or torch._C._current_graph_task_id() != -1:
+            return
+        loop = self.session
+        if self._model_name is not None and not any(name == self._model_name for name in self._others.values()):
+            return
+        self._look_anew()
+        if loop is not None:
+            loop.close()
 
     def _attach(self, model: nn.Module) -> LiveLoop | None:
         """Make the session."""
@@ -396,6 +431,7 @@ class Capture:
         loop.close()
 
 
+_STEPS_OF_OTHERS = 2
 _NAMES: dict[torch.dtype, AutocastName] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

@@ -52,6 +52,20 @@ class Regions:
         """How many regions of a device type this thread is in."""
         return sum(region.device == device_type for region, _ in self._open.stack)
 
+    def keep_up(self, name: AutocastName, device_type: str) -> None:
+        """Give the enabled region that this thread is in the format in force: it may have been entered long before.
+
+        What torch keeps for its exit, and thus what it restores, is not touched.
+        """
+        region = next((region for region, _ in reversed(self._open.stack) if region.device == device_type), None)
+        if region is None or not region._enabled:
+            return
+        enabled, dtype = name != "fp32", DTYPES.get(name, torch.get_autocast_dtype(device_type))
+        if (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)) != (enabled, dtype):
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+            torch.clear_autocast_cache()  # of weights in the former format
+
     def entering(self, original: Callable[[Region], Any]) -> Callable[[Region], Any]:
         """The stand-in for ``__enter__``."""
 

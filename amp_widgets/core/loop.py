@@ -387,10 +387,13 @@ class LiveLoop:
             self._complete()
         self._meter.abandon()
         self._open = None
-        self._journal.write(wait=True)
         with self._lock:
             self._closed = True
+            for request in self._queue.all():
+                when = "the next step" if request.at_step is None else f"step {request.at_step}"
+                self._reject(f"the session was closed before {when}", request.changes, request.source)
             self._queue.clear()
+            self._journal.write(wait=True)
             self._hooks.disarm_forward()
             self._layers = self._checkpointing.layers
             self._finalizer()
@@ -619,7 +622,7 @@ class LiveLoop:
     def _complete(self) -> None:
         """End a step that the optimizers have made."""
         if self.scaling_added:
-            self._scaler.update()  # which tells its listener
+            self._scaler.update_after_steps()  # which tells its listener
         else:
             self._end(ScaledStep(None, None, False, None))
 
@@ -648,7 +651,8 @@ class LiveLoop:
             )
         )
         self._step += 1
-        self._apply_queue()
+        if not self.has_users_scaler:  # whose scale the user may compare with that of before update()
+            self._apply_queue()
         self._arm()
         self._journal.write(wait=False)
         self.at_boundary = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -111,6 +112,10 @@ class RequestQueue:
         """It was applied or rejected."""
         self._waiting.popleft()
 
+    def all(self) -> list[Request]:
+        """Those that wait for the next step, then those for later ones."""
+        return [*self._waiting, *self._scheduled]
+
     def clear(self) -> None:
         """Nothing waits any more."""
         self._waiting.clear()
@@ -122,7 +127,8 @@ class RequestQueue:
         changes = dict(changes)
         prospective = in_force
         for request in before:
-            prospective = prospective.replace(**request.changes)
+            with contextlib.suppress(SettingsError):  # two that do not go together: the later one is rejected in its turn
+                prospective = prospective.replace(**request.changes)
         if "checkpointed" in changes:
             wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])  # of a plan, its layers
             changes["checkpointed"] = self._checkpointing.resolve(prospective.replace(checkpointed=wanted).checkpointed)

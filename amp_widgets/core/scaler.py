@@ -379,7 +379,16 @@ class LiveScaler(torch.amp.GradScaler):
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             skip = not all(bool(torch.isfinite(gradient).all()) for gradient in map(_dense, gradients))
         self._skipped_by[id(optimizer)] = skip
+        assert self._scale is not None
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {self._scale.device: torch.full_like(self._scale, skip)}
         return skip
+
+    def update_after_steps(self) -> None:
+        """``update()`` after `must_skip`: what counts is the optimizers that have stepped, not gradients that nobody applies."""
+        if self._per_optimizer_states.keys() > {_NO_OPTIMIZER}:
+            del self._per_optimizer_states[_NO_OPTIMIZER]
+        self.update()
 
     # ---- private ----------------------------------------------------------------------------------------------------
 
