@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from amp_widgets.capture.added import HiddenGradients, backward_scaled, call_in_autocast, leaves_of
 from amp_widgets.capture.models import Models
 from amp_widgets.capture.patches import Patches
-from amp_widgets.capture.regions import Regions
+from amp_widgets.capture.regions import NAMES, Regions
 from amp_widgets.core.hooks import within_another_step
 from amp_widgets.core.loop import LiveLoop
-from amp_widgets.core.scaler import LiveScaler
+from amp_widgets.core.scaler import LiveScaler, has_finite_gradients
 from amp_widgets.core.settings import AutocastName
 
 
@@ -275,7 +275,7 @@ class Capture:
         if loop.scaling_added:
             skip = loop.scaler.must_skip(optimizer)
         else:  # it follows others, with which the step has ended
-            skip = not loop.step_in_progress and not _finite(optimizer)
+            skip = not loop.step_in_progress and not has_finite_gradients(optimizer)
         if skip:
             self._hidden.take(optimizer)
 
@@ -367,7 +367,7 @@ class Capture:
         self.session, self._model, self.why_not = loop, model, None
         loop.remarks.append(lambda: " ".join(self.remarks()) or None)
         if torch.is_autocast_enabled(loop.device.type):
-            name = _NAMES.get(torch.get_autocast_dtype(loop.device.type))
+            name = NAMES.get(torch.get_autocast_dtype(loop.device.type))
             if name is not None:
                 self._has_regions = True
                 loop.found(autocast=name)
@@ -432,9 +432,3 @@ class Capture:
 
 
 _STEPS_OF_OTHERS = 2
-_NAMES: dict[torch.dtype, AutocastName] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def _finite(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

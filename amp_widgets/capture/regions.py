@@ -113,12 +113,12 @@ class _OpenRegions(threading.local):
         self.stack: list[tuple[Region, bool]] = []
 
 
-_NAMES: dict[torch.dtype, AutocastName] = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: dict[torch.dtype, AutocastName] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def _name(region: Region) -> AutocastName | None:
     """Of the format of an enabled region; None where it is disabled, or of another format."""
-    return _NAMES.get(region.fast_dtype) if region._enabled else None
+    return NAMES.get(region.fast_dtype) if region._enabled else None
 
 
 def _enter_as(region: Region, name: AutocastName | None, original: Callable[[Region], Any]) -> Any:

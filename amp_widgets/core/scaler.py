@@ -374,10 +374,8 @@ class LiveScaler(torch.amp.GradScaler):
 
     def must_skip(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's gradients have inf or NaN, after `unscale_gradients`; waits for the device as ``step`` does."""
-        skip = False
-        if any(bool(found.item()) for found in self._found_infs(_NO_OPTIMIZER)):  # of anybody's; rare
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            skip = not all(bool(torch.isfinite(gradient).all()) for gradient in map(_dense, gradients))
+        found = any(bool(found.item()) for found in self._found_infs(_NO_OPTIMIZER))  # of anybody's; rare
+        skip = found and not has_finite_gradients(optimizer)
         self._skipped_by[id(optimizer)] = skip
         assert self._scale is not None
         state = self._per_optimizer_states[id(optimizer)]
@@ -504,6 +502,12 @@ def rules_of(scaler: torch.amp.GradScaler) -> dict[str, Any]:
         except SettingsError:
             pass  # a disabled scaler has none; what is out of range stays the scaler's own affair
     return found
+
+
+def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether none of an optimizer's gradients has inf or NaN; waits for the device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in map(_dense, gradients))
 
 
 class _ParameterGroup:

@@ -9,8 +9,7 @@ import numpy as np
 
 from amp_widgets.charts.still import picture_html, training_svg
 from amp_widgets.core.history import History
-
-COLUMNS = ("step", "loss", "scale", "skipped", "allocated_bytes", "peak_bytes", "reserved_bytes", "step_s")
+from amp_widgets.widgets.still import COLUMNS
 
 
 class Pictured(Protocol):
