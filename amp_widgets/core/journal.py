@@ -71,6 +71,8 @@ class StepRecord:
         Whether the loss was scaled.
     growth_interval
         That was in force.
+    scaler_id
+        Of the scaler that scaled it.
     by_rule
         Whether the scale followed the update rule; else the user set it.
     values
@@ -85,6 +87,7 @@ class StepRecord:
     scaled: bool
     growth_interval: int
     by_rule: bool
+    scaler_id: int = 0
     memory: MemoryReading | None
     values: Readback
 
@@ -248,7 +251,7 @@ class Journal:
             self._follow_scale(record, used, after, skipped)
 
     def _follow_scale(self, record: StepRecord, used: float, after: float, skipped: bool) -> None:
-        known = self._totals.last_after
+        known = self._totals.last_after.get(record.scaler_id)
         if known is not None and known != used:
             self._record_scale(record.step, record.time_s, known, used, f"set to {format_scale(used)}")
         if after != used and not record.by_rule:
@@ -257,7 +260,7 @@ class Journal:
             why = "inf or NaN in the gradients" if skipped else f"{record.growth_interval} steps without inf or NaN"
             verb = "backed off" if after < used else "grew"
             self._record_scale(record.step + 1, record.time_s, used, after, f"{verb}: {why}")
-        self._totals.last_after = self._totals.scale = after
+        self._totals.last_after[record.scaler_id] = self._totals.scale = after
 
     def _record_scale(self, step: int, time_s: float, before: float, after: float, reason: str) -> None:
         text = f"scale {format_scale(before)} → {format_scale(after)} ({reason})"
@@ -283,7 +286,7 @@ class _Totals:
         self.boundaries_s: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self.skipped_steps = 0
         self.scale: float | None = None
-        self.last_after: float | None = None
+        self.last_after: dict[int, float] = {}  # by scaler
         self.allocated_bytes = math.nan
         self.peak_bytes = math.nan
         self.overall_peak_bytes = math.nan

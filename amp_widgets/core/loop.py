@@ -447,7 +447,7 @@ class LiveLoop:
             self._settings = self._settings.replace(**theirs)
 
     def adopt_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Watch and control the user's own scaler; the ends of steps are told by the first one adopted.
+        """Watch and control the user's own scaler, one of several perhaps; each ends steps with its ``update()``.
 
         Raises
         ------
@@ -462,7 +462,7 @@ class LiveLoop:
         if not self.has_users_scaler:
             self._scaler = live
             self._scalers.clear()
-            live.listen(self)
+        live.listen(self)
         self._scalers.append(live)
 
     @property
@@ -646,6 +646,7 @@ class LiveLoop:
                 scaled=scaled.used is not None,
                 growth_interval=self._settings.growth_interval,
                 by_rule=scaled.by_rule,
+                scaler_id=scaled.scaler_id,
                 memory=reading,
                 values=Readback((None if opened is None else opened.loss, scaled.used, scaled.after, scaled.found_inf)),
             )

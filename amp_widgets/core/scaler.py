@@ -50,9 +50,11 @@ class ScaledStep:
         Above 0 where a step was skipped, on the device; None where `skipped` is known.
     by_rule
         Whether the scale followed the update rule; False where the user gave ``update`` a new scale.
+    scaler_id
+        Of the scaler, where there are several.
     """
 
-    __slots__ = ("after", "by_rule", "found_inf", "skipped", "used")
+    __slots__ = ("after", "by_rule", "found_inf", "scaler_id", "skipped", "used")
 
     def __init__(
         self,
@@ -62,7 +64,9 @@ class ScaledStep:
         found_inf: torch.Tensor | None,
         *,
         by_rule: bool = True,
+        scaler_id: int = 0,
     ) -> None:
+        self.scaler_id = scaler_id
         self.used = used
         self.after = after
         self.skipped = skipped
@@ -206,7 +210,7 @@ class LiveScaler(torch.amp.GradScaler):
             skipped = any(skips)
         else:
             found_inf = _total([torch.full_like(self._scale, skip) if isinstance(skip, bool) else skip for skip in skips])
-        self._finish(ScaledStep(used, _snapshot(self._scale), skipped, found_inf, by_rule=new_scale is None))
+        self._finish(ScaledStep(used, _snapshot(self._scale), skipped, found_inf, by_rule=new_scale is None, scaler_id=id(self)))
 
     def step_was_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether the last step was skipped because of inf or NaN in the gradients.

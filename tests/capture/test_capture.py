@@ -1,0 +1,198 @@
+"""What a capture says of what it found, and the corners that the forms of loops do not have."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_widgets.capture.capture import Capture
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.errors import SettingsError
+from amp_widgets.session import AmpSession
+
+
+def make(seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    output: torch.Tensor = model(X)
+    output.float().pow(2).mean().backward()
+    optimizer.step()
+    return output
+
+
+class Watched:
+    """A capture that keeps what it said after each step."""
+
+    def __init__(self, script: dict[int, dict[str, Any]] | None = None, **kwargs: Any) -> None:
+        self.said: list[str] = []
+        self.sessions: list[LiveLoop] = []
+        self.script = script or {}
+        self.capture = Capture(AmpSession, on_found=self.found, **kwargs)
+
+    def found(self, session: LiveLoop) -> None:
+        self.sessions.append(session)
+        session.on_boundary.append(lambda: self.said.append(" ".join(self.capture.remarks())))
+        for at_step, changes in self.script.items():
+            session.schedule(at_step=at_step, **changes)
+
+
+def test_a_region_around_the_whole_loop_takes_the_format_that_is_chosen() -> None:
+    model, optimizer = make()
+    watched = Watched({2: {"autocast": "fp32"}, 4: {"autocast": "fp16", "scaling": False}})
+    with watched.capture:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            dtypes = [step(model, optimizer).dtype for _ in range(6)]
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert not torch.is_autocast_enabled("cpu")
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.float16] * 2
+
+
+def test_an_island_in_such_a_region_stays_off() -> None:
+    model, optimizer = make()
+    with Watched({1: {"autocast": "fp16", "scaling": False}}).capture, torch.autocast("cpu", dtype=torch.bfloat16):
+        step(model, optimizer)
+        with torch.autocast("cpu", enabled=False):
+            assert step(model, optimizer).dtype == torch.float32
+        assert step(model, optimizer).dtype == torch.float16
+
+
+def test_what_is_added_and_what_stays_off_is_said() -> None:
+    model, optimizer = make()
+    watched = Watched({2: {"autocast": "bf16"}, 3: {"autocast": "fp16"}, 4: {"autocast": "fp32"}})
+    with watched.capture:
+        for _ in range(6):
+            step(model, optimizer)
+    added = "Added by amp_widgets: autocast around the model's forward"
+    assert watched.said[0].startswith(f"{added}; your loop")  # after step 1, of the one that begins next
+    assert watched.said[1].startswith(f"{added} and loss scaling around backward and step; your loop")
+    assert watched.said[2:] == ["", "", ""]
+
+
+def test_a_loop_whose_regions_are_disabled_is_told_that_nothing_runs_in_fp16() -> None:
+    model, optimizer = make()
+    watched = Watched({1: {"autocast": "fp16"}})
+    with watched.capture:
+        for _ in range(3):
+            with torch.autocast("cpu", enabled=False):
+                assert step(model, optimizer).dtype == torch.float32
+    assert "stay off: nothing runs in fp16" in watched.said[-1]
+    assert "autocast around" not in watched.said[-1]
+
+
+def test_a_scaler_that_scales_in_bf16_goes_on_and_it_is_said() -> None:
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    watched = Watched()
+    with watched.capture:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(X).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert watched.sessions[0].history.columns("scale")["scale"].tolist() == [8.0] * 3
+    assert "scales the loss in bf16 too" in watched.said[-1]
+
+
+def test_two_scalers_are_both_controlled_and_put_back() -> None:
+    first, second = make(0), make(1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**k) for k in (4, 6)]
+    kinds = [type(scaler) for scaler in scalers]
+    watched = Watched({4: {"autocast": "bf16"}, 6: {"autocast": "fp16", "init_scale": 2.0**3}})  # each update() ends a step
+    scales = []
+    with watched.capture:
+        for _ in range(4):
+            for (model, optimizer), scaler in zip((first, second), scalers, strict=True):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = model(X).float().sum()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            scales.append([scaler.get_scale() for scaler in scalers])
+    assert scales == [[16.0, 64.0], [16.0, 64.0], [1.0, 1.0], [8.0, 8.0]]
+    history = watched.sessions[0].history
+    assert history.columns("scale")["scale"].tolist() == [16.0, 64.0, 16.0, 64.0, 1.0, 1.0, 8.0, 8.0]
+    assert [(e.step, e.detail["from"], e.detail["to"]) for e in history.events("scale_changed")] == [(6, 16, 8), (7, 64, 8)]
+    assert [type(scaler) for scaler in scalers] == kinds
+    assert all(scaler.is_enabled() for scaler in scalers)
+
+
+def test_a_closure_gets_no_scaling() -> None:
+    model, _ = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(X).float().pow(2).mean()
+        loss.backward()
+        return loss
+
+    watched = Watched({1: {"autocast": "fp16", "init_scale": 2.0**120}})
+    with watched.capture:
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+    history = watched.sessions[0].history
+    assert history.columns("scale")["scale"].tolist() == [1.0] * 3
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("wanted", ["second", "holder.inner", "Sequential"])
+def test_the_named_model(wanted: str) -> None:
+    first, second = nn.Linear(4, 4), make()[0]
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    holder = type("Holder", (), {"inner": second})()
+    watched = Watched(model_name=wanted, namespace={"first": first, "second": second, "holder": holder})
+    with watched.capture:
+        for _ in range(2):
+            second(first(X)).sum().backward()
+            optimizer.step()
+    assert [layer.name for layer in watched.sessions[0].layers] == ["0", "1", "2"]
+
+
+def test_a_model_is_free_after_the_block() -> None:
+    def train() -> Callable[[], object]:
+        model, optimizer = make()
+        with Watched({1: {"autocast": "fp16", "checkpointed": ["0"]}}).capture:
+            for _ in range(3):
+                step(model, optimizer)
+        return weakref.ref(model)
+
+    reference = train()
+    gc.collect()
+    assert reference() is None
+
+
+def test_what_was_asked_for_too_late_is_no_secret() -> None:
+    model, optimizer = make()
+    watched = Watched({7: {"autocast": "bf16"}})
+    with watched.capture:
+        for _ in range(3):
+            step(model, optimizer)
+    (event,) = watched.sessions[0].history.events("rejected")
+    assert event.reason == "the session was closed before step 7"
+    assert event.detail["autocast"] == "bf16"
+
+
+def test_two_scheduled_requests_that_do_not_go_together_bother_no_third() -> None:
+    model, optimizer = make()
+    session = AmpSession(model, optimizer)
+    session.schedule(at_step=50, min_scale=16.0)
+    session.request(max_scale=8.0)
+    session.schedule(at_step=60, autocast="bf16")
+    with pytest.raises(SettingsError, match="above max_scale"):
+        session.schedule(at_step=70, init_scale=32.0)
+    session.close()
