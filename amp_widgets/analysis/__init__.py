@@ -1,0 +1,1 @@
+"""Functions of a live loop, on demand: never on the step's path."""
