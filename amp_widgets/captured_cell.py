@@ -73,6 +73,8 @@ class CapturedCell:
         if self.session is not None:
             return _ask(self.session, changes, at_step)
         Settings().replace(**changes)  # names and values; the rest is seen when the model is known
+        if at_step == 0:
+            raise SettingsError("at_step: got 0, expected at least 1: the model is found in the first step of a %%amp cell")
         self._requests.append((changes, at_step))
         return changes
 

@@ -120,7 +120,8 @@ class AmpMagics(Magics):
             else:
                 told = session.schedule(at_step=at_step, source="magic", **changes).changes
         when = "the next step" if at_step is None else f"step {at_step}"
-        print(f"requested: {describe_changes(told)}; in force from {when}")
+        text = " ".join(words) if told is changes else describe_changes(told)  # as typed while the layers are not known
+        print(f"requested: {text}; in force from {when}")
 
     def _adopt(self, make: Any) -> None:
         session = make()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp_widgets.capture.added import HiddenGradients, backward_scaled, call_in_autocast, leaves_of
@@ -30,7 +31,8 @@ class Capture:
 
     As long as no setting is requested, everything the code does is the same, bit for bit. Its autocast regions, scalers,
     backward passes, optimizers and calls of modules are watched on the thread that enters, and on those started meanwhile.
-    When the block ends, torch is as it was, and the session is closed; its history stays.
+    When the block ends, torch is as it was, and the session is closed; its history stays. A model is kept alive no longer than
+    the code does: one that is freed ends its session, and the next one that is called begins another.
 
     Parameters
     ----------
@@ -79,19 +81,18 @@ class Capture:
     def _look_anew(self) -> None:
         """Forget what was found."""
         self.session = None
-        self._model: nn.Module | None = None
         self._models = Models(self._namespace, self._model_name)
         self._scalers: list[torch.amp.GradScaler] = []
         self._together: tuple[str, ...] = ()  # names of the models, where they are several
         self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()  # what they train
-        self._others_in_a_row = 0  # steps of theirs since the last one of ours began
-        self._strangers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._strangers: dict[int, weakref.ref[nn.Module]] = {}  # by id: a user's __eq__ may do anything
         self._outermost: set[int] = set()  # ids of modules that the code itself has called
         self._first_step_ended = False
         self._told = False
         self._has_regions = False
         self._kept_off = False
         self._scaled_last = False
+        self._steps_in_backward = False
 
     def __enter__(self) -> Capture:
         importlib.import_module("torch._dynamo")  # else the first optimizer does, and dynamo would keep what it finds patched
@@ -124,7 +125,7 @@ class Capture:
         parts = []
         if self._added_autocast(loop) is not None and not self._kept_off:
             parts.append("autocast around the model's forward")
-        if loop.adds_scaling:
+        if loop.adds_scaling and not self._steps_in_backward:
             parts.append("loss scaling around backward and step")
         return tuple(parts)
 
@@ -136,6 +137,8 @@ class Capture:
         said = []
         if self.added:
             said.append(f"Added by amp_widgets: {' and '.join(self.added)}; your loop has none of its own.")
+        if self._steps_in_backward and loop.adds_scaling:
+            said.append("Your loop steps its optimizers within backward(), where no scaling can be added.")
         if self._added_autocast(loop) is not None and self._kept_off:
             name = loop.settings.autocast
             said.append(f"Your loop's autocast regions have enabled=False and stay off: nothing runs in {name}.")
@@ -152,8 +155,6 @@ class Capture:
     # ---- told by the regions (RegionListener) -----------------------------------------------------------------------
 
     def region_begins(self, device_type: str, name: AutocastName, *, outermost: bool) -> AutocastName | None:
-        if outermost and torch.is_grad_enabled():
-            self._follow()
         loop = self._loop()
         if loop is None or device_type != loop.device.type:
             return None
@@ -193,7 +194,8 @@ class Capture:
     def _call_method(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            if self._within or not torch.is_grad_enabled():  # hot: once for each module in each forward pass
+            # hot: once for each module in each forward pass. The first question lets torch.compile see the original alone.
+            if is_compiling() or self._within or not torch.is_grad_enabled():
                 return original(module, *args, **kwargs)
             return self._called(module, lambda: original(module, *args, **kwargs))
 
@@ -202,22 +204,17 @@ class Capture:
     def _called(self, module: nn.Module, call: Callable[[], Any]) -> Any:
         """A module was called by the code itself, or by a recompute."""
         __tracebackhide__ = True
-        if not self._is_here():
+        if not self._is_here() or torch._C._get_tracing_state() is not None:  # by torch.jit
             return call()
-        self._follow()
         loop = self._loop()
         if torch._C._current_graph_task_id() != -1:  # a recompute; parts of a layer are called here one by one
             if loop is None or id(module) not in self._outermost:
                 return call()
             return self._run(loop, call)
+        loop = self._loop_of(module)
         if loop is None:
-            loop = self._discover(module)
-        elif not loop.owns(module) and module not in self._strangers:
-            self._meet(loop, module)
-        if loop is None or not loop.owns(module):
             return self._run(None, call)
         self._outermost.add(id(module))
-        self._others_in_a_row = 0
         if self._first_step_ended and not self._told:
             self._tell(loop)
         loop.forward_begins(module)
@@ -240,6 +237,8 @@ class Capture:
     def _scaler_method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def method(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
+            if is_compiling():
+                return original(scaler, *args, **kwargs)
             theirs = getattr(type(scaler), name) is not method  # a subclass's own, which has called this one
             if not self._see_scaler(scaler) or theirs:
                 return original(scaler, *args, **kwargs)
@@ -252,19 +251,22 @@ class Capture:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             loop = self._loop()
-            if loop is None or not self._is_here() or torch._C._current_graph_task_id() != -1:
+            if is_compiling() or loop is None or not self._is_here() or torch._C._current_graph_task_id() != -1:
                 return original(tensors, *args, **kwargs)
-            begun = loop.backward_begins(tensors, scale=not self._in_closure)
+            begun = loop.backward_begins(tensors, scale=not (self._in_closure or self._steps_in_backward))
             self._scaled_last = begun is not tensors
             if not self._scaled_last:
                 return original(tensors, *args, **kwargs)
-            parameters = {id(leaf): leaf for leaf in (*leaves_of(tensors), *self._parameters())}
+            parameters = {id(leaf): leaf for leaf in (*leaves_of(tensors), *loop.parameters())}
             return backward_scaled(loop.scaler, lambda: original(begun, *args, **kwargs), parameters.values())
 
         return backward
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_here() or within_another_step(sys._getframe(1)):
+        if is_compiling() or not self._is_here() or within_another_step(sys._getframe(1)):
+            return
+        if torch._C._current_graph_task_id() != -1:
+            self._steps_in_backward = True  # and with gradients that would still be scaled
             return
         self._meet_optimizer(optimizer)
         loop = self._loop()
@@ -280,7 +282,7 @@ class Capture:
             self._hidden.take(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if within_another_step(sys._getframe(1)):
+        if is_compiling() or within_another_step(sys._getframe(1)):
             return
         self._in_closure = False
         self._hidden.give_back(optimizer)
@@ -293,6 +295,28 @@ class Capture:
     def _loop(self) -> LiveLoop | None:
         loop = self.session
         return None if loop is None or loop.closed or self._leave_alone else loop
+
+    def _loop_of(self, module: nn.Module) -> LiveLoop | None:
+        """The loop that a module called by the code belongs to; nothing that goes wrong in finding out is the code's affair."""
+        try:
+            if self.session is not None and self.session.model_is_gone:
+                self._end()
+            loop = self._loop()
+            if loop is None:
+                loop = self._discover(module)
+            elif not loop.owns(module):
+                self._meet(loop, module)
+            return loop if loop is not None and loop.owns(module) else None
+        except Exception as error:
+            self.why_not = f"{type(error).__name__}: {error}"
+            return None
+
+    def _end(self) -> None:
+        """The user has let go of the model: its training is over, and another one may follow."""
+        loop = self.session
+        self._look_anew()
+        if loop is not None:
+            loop.close()
 
     def _discover(self, module: nn.Module) -> LiveLoop | None:
         """A call of `module` may be the first one of the model that the code trains."""
@@ -310,27 +334,26 @@ class Capture:
 
     def _meet(self, loop: LiveLoop, module: nn.Module) -> None:
         """A module is called that is no part of the model."""
+        known = self._strangers.get(id(module))
+        if known is not None and known() is module:
+            return
         model = self._models.called(module)
         if model is not None and not self._told and self._model_name is None:
             self._control_all(loop)
         else:
-            self._strangers.add(module)
+            self._strangers[id(module)] = weakref.ref(module)
 
     def _control_all(self, loop: LiveLoop) -> None:
         models = self._models.by_name
-        self._model = nn.ModuleList(models.values())
         self._together = tuple(models)
         loop.control_together(models)
 
     def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: it shows what is trained."""
         loop = self._loop()
-        if self._leave_alone or self.session is not loop:
+        if self._leave_alone or self.session is not loop or optimizer in self._others:
             return
         if loop is not None and loop.trains(optimizer):
-            return
-        self._others_in_a_row += 1
-        if optimizer in self._others:
             return
         owner = self._models.owner_of(optimizer)
         if loop is None:  # the model's own call was not seen
@@ -343,20 +366,6 @@ class Capture:
         else:
             loop.count_optimizer(optimizer)  # it trains no model, but an image, for example
 
-    def _follow(self) -> None:
-        """Let go of a model whose training is over, as far as can be told: only another one has been trained of late.
-
-        So code that makes one model after the other has each of them freed when it would be without a session.
-        """
-        if self._others_in_a_row < _STEPS_OF_OTHERS or not self._told or torch._C._current_graph_task_id() != -1:
-            return
-        loop = self.session
-        if self._model_name is not None and not any(name == self._model_name for name in self._others.values()):
-            return
-        self._look_anew()
-        if loop is not None:
-            loop.close()
-
     def _attach(self, model: nn.Module) -> LiveLoop | None:
         """Make the session."""
         try:
@@ -364,7 +373,8 @@ class Capture:
         except Exception as error:  # whatever it is, the user's code goes on
             self.why_not = f"{type(error).__name__}: {error}"
             return None
-        self.session, self._model, self.why_not = loop, model, None
+        self.session, self.why_not = loop, None
+        loop.control_together({self._models.name_of(model): model})
         loop.remarks.append(lambda: " ".join(self.remarks()) or None)
         if torch.is_autocast_enabled(loop.device.type):
             name = NAMES.get(torch.get_autocast_dtype(loop.device.type))
@@ -417,11 +427,8 @@ class Capture:
         name = loop.settings.autocast
         return name if loop.overrides_autocast and name != "fp32" and not self._has_regions else None
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [] if self._model is None else list(self._model.parameters())
-
     def _close(self) -> None:
-        loop, self._model = self.session, None
+        loop = self.session
         self._scalers.clear()
         self._within = False
         if loop is None:
@@ -431,4 +438,3 @@ class Capture:
         loop.close()
 
 
-_STEPS_OF_OTHERS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class Models:
 
     def name_of(self, module: nn.Module) -> str:
         """What to call it: the variable that holds it, or its class."""
-        names = [name for name, value in self._variables() if value is module and not name.startswith("_")]
+        names = [name for name, value in self._named_modules() if value is module and not name.startswith("_")]
         return names[0] if names else type(module).__name__
 
     @property
@@ -73,9 +73,10 @@ class Models:
         return model
 
     def _whole(self, module: nn.Module) -> nn.Module:
-        if any(value is module for _, value in self._variables()):
+        named = [value for _, value in self._named_modules()]
+        if any(value is module for value in named):
             return module
-        holders = [value for _, value in self._variables() if isinstance(value, nn.Module) and _contains(value, module)]
+        holders = [value for value in named if _contains(value, module)]
         if holders:
             return max(holders, key=lambda holder: sum(1 for _ in holder.modules()))
         return _topmost(module)
@@ -86,16 +87,20 @@ class Models:
         value = self._namespace.get(first)
         for part in rest:
             value = getattr(value, part, None)
-        if isinstance(value, nn.Module):
+        if _is_module(value):
             return value if _contains(value, model) or _contains(model, value) else None
         return model if type(model).__name__ == self._wanted else None
 
-    def _variables(self) -> list[tuple[str, Any]]:
-        return list(self._namespace.items())
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        return [(name, value) for name, value in list(self._namespace.items()) if _is_module(value)]
+
+
+def _is_module(value: Any) -> TypeGuard[nn.Module]:
+    return issubclass(type(value), nn.Module)  # by isinstance a lazy stand-in would be asked for its class, and may not have one
 
 
 def _trainable(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+    return any(p.requires_grad for p in nn.Module.parameters(module))  # which users override, to group parameters
 
 
 def _contains(model: nn.Module, module: nn.Module) -> bool:
@@ -103,7 +108,7 @@ def _contains(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _overlap(model: nn.Module, ids: set[int]) -> int:
-    return sum(id(p) in ids for p in model.parameters())
+    return sum(id(p) in ids for p in nn.Module.parameters(model))
 
 
 def _module_with(parameter: torch.Tensor | None) -> nn.Module | None:
@@ -128,7 +133,7 @@ def _holders(value: object, attribute: str) -> Iterator[nn.Module]:
         if type(registry) is not dict or not any(item is value for item in registry.values()):
             continue
         for holder in gc.get_referrers(registry):
-            if isinstance(holder, nn.Module) and holder.__dict__.get(attribute) is registry:
+            if _is_module(holder) and holder.__dict__.get(attribute) is registry:
                 yield holder
             elif type(holder) is dict and holder.get(attribute) is registry:
-                yield from (owner for owner in gc.get_referrers(holder) if isinstance(owner, nn.Module))
+                yield from (owner for owner in gc.get_referrers(holder) if _is_module(owner))

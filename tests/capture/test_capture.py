@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     output.float().pow(2).mean().backward()
     optimizer.step()
     return output
+
+
+def inner_dtypes(model: nn.Sequential) -> list[torch.dtype]:
+    """The dtype of the first layer's output, of each call from now on: what autocast made of it."""
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    return seen
 
 
 class Watched:
@@ -196,3 +204,145 @@ def test_two_scheduled_requests_that_do_not_go_together_bother_no_third() -> Non
     with pytest.raises(SettingsError, match="above max_scale"):
         session.schedule(at_step=70, init_scale=32.0)
     session.close()
+
+
+def test_two_models_in_turns_keep_one_session() -> None:
+    torch.manual_seed(0)
+    first, second = make(0), make(1)
+    watched = Watched({2: {"autocast": "bf16"}}, namespace={"policy": first[0], "value": second[0]})
+    with watched.capture:
+        for _ in range(3):
+            seen = [inner_dtypes(model) for model, _ in (first, second)]
+            for _ in range(4):
+                step(*first)
+            for _ in range(4):
+                step(*second)
+    assert len(watched.sessions) == 1
+    assert watched.sessions[0].status().step == 12
+    assert seen == [[torch.bfloat16] * 4, [torch.float32] * 4]
+    assert "also trains value, which is not controlled here" in watched.said[-1]
+
+
+def test_a_model_lives_no_longer_than_the_code_lets_it_and_each_has_its_session() -> None:
+    watched = Watched({2: {"autocast": "bf16"}})
+    models: list[weakref.ref[nn.Module]] = []
+    dtypes = []
+    with watched.capture:
+        for run in range(3):
+            model, optimizer = make(run)
+            assert [reference() for reference in models] == [None] * run
+            models.append(weakref.ref(model))
+            dtypes.append(inner_dtypes(model))
+            for _ in range(4):
+                step(model, optimizer)
+    assert [session.status().step for session in watched.sessions] == [4, 4, 4]
+    assert dtypes == [[torch.float32] * 2 + [torch.bfloat16] * 2] * 3
+    assert [session.closed for session in watched.sessions] == [True] * 3
+
+
+class Odd(nn.Linear):
+    """With all that a user may write."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return [{"params": list(super().parameters(recurse)), "lr": 0.2}]
+
+    @property
+    def module(self) -> nn.Module:
+        raise ValueError("not yet")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("compared")
+
+    __hash__ = nn.Module.__hash__  # torch needs one
+
+
+class Unbound:
+    """A stand-in that stands for nothing yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("unbound")
+
+
+def test_what_users_write_does_no_harm() -> None:
+    def run(namespace: dict[str, Any] | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, other = Odd(4, 2), Odd(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watched = Watched(namespace=namespace)
+        with watched.capture if namespace is not None else torch.enable_grad():
+            for _ in range(3):
+                model(other(X)).sum().backward()
+                optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(run(None), run({"unbound": Unbound(), "_": 1}))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_tracing_sees_the_model_alone() -> None:
+    with Watched().capture:
+        model, optimizer = make()
+        traced = torch.jit.trace(model, X)  # type: ignore[no-untyped-call]
+        step(model, optimizer)
+    assert torch.equal(traced(X), make()[0](X)) is False  # it shares the parameters, which have moved
+    assert torch.equal(traced(X), model(X))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_that_calls_the_model() -> None:
+    model, optimizer = make()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).pow(2).mean()
+        return loss
+
+    watched = Watched()
+    with watched.capture:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss_of(X).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    assert watched.sessions[0].status().step >= 3
+
+
+def test_optimizers_that_step_within_backward_get_no_scaling() -> None:
+    model, _ = make()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    watched = Watched({2: {"autocast": "fp16", "init_scale": 1024.0}})
+    losses = []
+    with watched.capture:
+        for _ in range(12):
+            loss = model(X).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert "no scaling can be added" in watched.said[-1]
+
+
+def test_another_thread_that_calls_the_model_does_not_train_it() -> None:
+    model, optimizer = make()
+    stop = threading.Event()
+
+    def infer() -> None:
+        while not stop.is_set():
+            model(torch.ones(16, 4))  # with gradients on, as people forget
+
+    thread = threading.Thread(target=infer)
+    watched = Watched()
+    with watched.capture:
+        thread.start()
+        for _ in range(300):
+            step(model, optimizer)
+        stop.set()
+        thread.join()
+    assert watched.sessions[0].status().step == 300
+    assert not watched.sessions[0].history.columns("loss")["loss"].tolist().count(float("nan"))

@@ -1,0 +1,337 @@
+"""The memory of one step as a mountain that forward builds and backward takes down; or two of them, before and after a change."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_widgets.charts import look, peaks
+from amp_widgets.charts._extras import missing_extra
+from amp_widgets.charts.labels import escaped, shortened
+from amp_widgets.charts.look import Theme
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike
+from amp_widgets.charts.phases import WIDTH, Band, Positions, aligned
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise missing_extra(error) from error
+
+HEIGHT_PX = 420
+TITLE_PX = 28
+MARGIN_PX = {"t": 64, "b": 62, "l": 64, "r": 34}
+MOST_POINTS = 600
+"""A mountain has about this many points: there are not more pixels. Peak and the ends of phases are among them."""
+BRACKET_AT = 103.0
+"""Right of the step, where the distance of two peaks is drawn."""
+ROOM = 13.0
+"""Right of the step, for the distance and its words."""
+HEADROOM = 1.30
+NARROW = 14.0
+"""The name of a phase that is not so wide may be wider."""
+SMALLEST_BRACKET = 0.05
+"""Of the height: with a smaller distance there is no room for its arrow."""
+LAYER_CHARACTERS, OPERATOR_CHARACTERS, LABEL_CHARACTERS, NOTE_CHARACTERS = 60, 40, 48, 36
+
+KIND_COLOURS: dict[Theme, dict[str, str]] = {
+    "light": {
+        "parameter": "#56616c", "buffer": "#8d99a5", "gradient": "#009e73", "optimizer": "#b7a2dc",
+        "activation": "#0072b2", "recompute": "#e69f00", "temporary": "#cc79a7", "other": "#b5b5b5",
+    },
+    "dark": {
+        "parameter": "#8a97a4", "buffer": "#626d78", "gradient": "#2fbf93", "optimizer": "#8f78bd",
+        "activation": "#56b4e9", "recompute": "#ffb733", "temporary": "#e394bf", "other": "#707070",
+    },
+}  # fmt: skip
+"""Okabe and Ito's; neighbours in the stack also differ in lightness. What stays all the time is grey."""
+
+
+def mountain_figure(
+    profiles: Sequence[StepLike], *, title: str | None = None, theme: Theme = "light", limit: int = MOST_POINTS
+) -> go.Figure:
+    """The memory of a step as areas stacked by kind, over the phases of the step, its peak marked.
+
+    Parameters
+    ----------
+    profiles
+        One profiled step; or two, before and after a change: the second is drawn as areas, the first as an outline behind it,
+        each phase over the same phase of the other, and the title says what became of the peak.
+    title
+        In place of the sentence about the peak; ``""`` for none. Escaped.
+    theme
+        ``"light"`` or ``"dark"``.
+    limit
+        Points that a step is reduced to, about; at least 8. The peak is always among them.
+
+    Returns
+    -------
+    plotly.graph_objects.Figure
+        x goes from 0 to 100; y is in bytes. Traces have ``meta`` with the position of their profile and their part: a kind,
+        ``total`` (what is read on pointing), ``fill``, ``halo`` or ``outline``.
+
+    Raises
+    ------
+    ValueError
+        For none, or more than two profiles.
+    """
+    if not 1 <= len(profiles) <= 2:
+        raise ValueError(f"mountain_figure: got {len(profiles)} profiles, expected one, or two: before and after")
+    colours = look.COLOURS[theme]
+    bands, positions = aligned([(len(profile.time_s), profile.phases) for profile in profiles])
+    steps = [
+        _reduced(profile, place, limit, i, i == len(profiles) - 1)
+        for i, (profile, place) in enumerate(zip(profiles, positions, strict=True))
+    ]
+    traces = [trace for step in steps if not step.areas for trace in _outline(step, colours, part="fill")]
+    traces += _areas(steps[-1], colours, KIND_COLOURS[theme])
+    traces += [trace for step in steps if not step.areas for trace in _outline(step, colours, part="outline")]
+    layout = _layout(steps, bands, colours)
+    words = mountain_sentence(profiles) if title is None else title
+    if words:
+        layout["title"]["text"] = f"<b>{escaped(words)}</b>"
+    else:
+        layout["margin"]["t"] -= TITLE_PX
+        layout["height"] -= TITLE_PX
+    layout["shapes"] = _band_shapes(bands, steps, colours, KIND_COLOURS[theme]["recompute"])
+    layout["annotations"] = _peak_notes(steps, colours)
+    if len(steps) == 2:
+        shapes, notes = _distance(steps[0], steps[1], colours)
+        layout["shapes"] += shapes
+        layout["annotations"] += notes
+    return go.Figure(traces, layout | {"template": go.layout.Template()})
+
+
+def mountain_sentence(profiles: Sequence[StepLike]) -> str:
+    """What a mountain shows, in a sentence: where the peak is, or what became of it. Not escaped."""
+    if len(profiles) == 2:
+        return peaks.difference_text(*(peaks.peak_of(profile)[1] for profile in profiles))
+    return peaks.peak_text(profiles[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """A profile as it is drawn; the last of two with `areas`. The arrays are of the points kept, and of the step's end."""
+
+    number: int
+    areas: bool
+    profile: StepLike
+    x: npt.NDArray[np.float64]
+    kinds: npt.NDArray[Any]
+    total: npt.NDArray[Any]
+    points: npt.NDArray[np.intp]
+    recomputes: tuple[tuple[float, float], ...]
+    peak_x: float
+    peak_bytes: int
+
+    @property
+    def label(self) -> str:
+        return escaped(shortened(self.profile.label, LABEL_CHARACTERS))
+
+
+def _reduced(profile: StepLike, place: Positions, limit: int, number: int, areas: bool) -> _Step:
+    total = profile.bytes_by_kind.sum(axis=1)
+    if not total.size:
+        nothing = np.zeros((1, len(KINDS)), np.int64)
+        return _Step(number, areas, profile, np.zeros(1), nothing, nothing[:, 0], np.array([-1]), (), 0.0, 0)
+    peak, peak_bytes = peaks.peak_of(profile)
+    kept = kept_points(total, limit, {0, total.size - 1, peak, *place.edges})
+    points = np.append(kept, kept[-1])  # the last value holds until the end of the step
+    x = np.append(place.x[kept], place.x[-1])
+    return _Step(
+        number, areas, profile, x, profile.bytes_by_kind[points], total[points], points, place.recomputes,
+        float(place.x[peak]), peak_bytes,
+    )  # fmt: skip
+
+
+def kept_points(total: npt.NDArray[Any], limit: int, always: set[int]) -> npt.NDArray[np.intp]:
+    """About `limit` points by their positions: the lowest and the highest of stretches of equal length, and those `always`."""
+    if total.size <= limit:
+        return np.arange(total.size)
+    ends = np.linspace(0, total.size, max(limit // 2, 4) + 1).astype(np.intp)
+    extremes = [start + int(pick(total[start:end])) for start, end in itertools.pairwise(ends) for pick in (np.argmin, np.argmax)]
+    return np.array(sorted({*extremes, *always}), np.intp)
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def _areas(step: _Step, colours: look.Colours, kind_colours: dict[str, str]) -> list[dict[str, Any]]:
+    traces = []
+    for i, kind in enumerate(KINDS):
+        if not step.kinds[:, i].any():
+            continue
+        traces.append(
+            _trace(step, kind, step.kinds[:, i])
+            | {"name": KIND_NAMES[kind], "stackgroup": "memory", "fillcolor": kind_colours[kind], "hoverinfo": "skip"}
+            | {"line": {"width": 0.5, "color": colours.background, "shape": "hv"}}
+        )
+    line = {"width": 1.5, "color": colours.text, "shape": "hv"}
+    return [*traces, _trace(step, "total", step.total) | {"line": line, "showlegend": False} | _hover(step)]
+
+
+def _outline(step: _Step, colours: look.Colours, *, part: str) -> list[dict[str, Any]]:
+    """Behind the areas its `fill`, before them its line: what is missing from the areas stands out between the two.
+    The line has a seam, so that it is seen also where it crosses the areas."""
+    trace = _trace(step, part, step.total)
+    if part == "fill":
+        fill = {"fill": "tozeroy", "fillcolor": _faint(colours.muted, 0.22), "line": {"width": 0, "shape": "hv"}}
+        return [trace | fill | {"hoverinfo": "skip", "showlegend": False}]
+    line = {"width": 1.75, "color": colours.muted, "dash": "4px,2px", "shape": "hv"}
+    halo = {"line": {"width": 4, "color": colours.background, "shape": "hv"}, "hoverinfo": "skip", "showlegend": False}
+    return [_trace(step, "halo", step.total) | halo, trace | {"name": f"before: {step.label}", "line": line} | _hover(step)]
+
+
+def _trace(step: _Step, part: str, y: npt.NDArray[Any]) -> dict[str, Any]:
+    return {"type": "scatter", "mode": "lines", "x": step.x, "y": y, "meta": {"profile": step.number, "part": part}}
+
+
+def _hover(step: _Step) -> dict[str, Any]:
+    """Text and no template: with one, Plotly would also show x, which means nothing to people."""
+    return {"hovertext": [_point_text(step, i) for i in range(len(step.points))], "hoverinfo": "text"}
+
+
+def _point_text(step: _Step, i: int) -> str:
+    """Label; layer, operator, phase and time; bytes in all and of each kind that there is, as they are stacked."""
+    profile, point = step.profile, int(step.points[i])
+    layer = shortened(peaks.layer_at(profile, point), LAYER_CHARACTERS) or "outside of any layer"
+    operator = shortened(peaks.operator_at(profile, point), OPERATOR_CHARACTERS)
+    time_ms = 1000 * float(profile.time_s[point]) if point >= 0 else 0.0
+    where = [layer, operator, peaks.phase_at(profile, point), f"at {time_ms:,.2f} ms"]
+    lines = [
+        f"<b>{step.label}</b>",
+        escaped(" · ".join(part for part in where if part)),
+        f"<b>{_size('total', step.total[i])}</b>",
+    ]
+    lines += [_size(KIND_NAMES[kind], size) for kind, size in reversed(list(zip(KINDS, step.kinds[i], strict=True))) if size]
+    return "<br>".join(lines)
+
+
+def _size(name: str, size_bytes: int) -> str:
+    return f"{name} {peaks.memory_text(size_bytes)} ({size_bytes:,d} bytes)"
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def _layout(steps: Sequence[_Step], bands: Sequence[Band], colours: look.Colours) -> dict[str, Any]:
+    named = [band for band in bands if band.name != "other" or band.stop - band.start > 4]
+    compared = len(steps) == 2
+    highest = max(step.peak_bytes for step in steps) or 1
+    axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "ticks": ""}
+    return {
+        "height": HEIGHT_PX,
+        "margin": dict(MARGIN_PX),
+        "paper_bgcolor": colours.background,
+        "plot_bgcolor": colours.background,
+        "font": {"color": colours.text, "size": 12},
+        "hovermode": "x",
+        "hoverlabel": {
+            "bgcolor": colours.background, "bordercolor": colours.muted, "align": "left",
+            "font": {"color": colours.text, "size": 12},
+        },
+        "modebar": {
+            "orientation": "v", "remove": list(look.UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)",
+            "color": colours.muted, "activecolor": colours.text,
+        },
+        "title": {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}, "font": {"size": 16}},
+        "showlegend": True,
+        "legend": {
+            "orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "bgcolor": "rgba(0,0,0,0)",
+            "font": {"size": 12}, "itemwidth": 30,
+        },
+        "xaxis": axis
+        | {
+            "range": [0, WIDTH + (ROOM if compared else 0)], "showgrid": False, "tickangle": 0, "ticklabelstandoff": 8,
+            "tickvals": [(band.start + band.stop) / 2 for band in named],
+            "ticktext": _band_names(named),
+        },
+        "yaxis": axis | {"range": [0, HEADROOM * highest], "tickformat": "~s", "ticksuffix": "B"},
+    }  # fmt: skip
+
+
+def _band_names(bands: Sequence[Band]) -> list[str]:
+    """Under the axis; of narrow neighbours every second one a line lower, so that they do not run into each other."""
+    names: list[str] = []
+    was_narrow = lower = False
+    for band in bands:
+        narrow = band.stop - band.start < NARROW
+        lower, was_narrow = narrow and was_narrow and not lower, narrow
+        again = f"<br>with {band.recomputes} recompute{'s' * (band.recomputes > 1)}" if band.recomputes else ""
+        names.append(("<br>" if lower else "") + escaped(shortened(band.name, 20)) + again)
+    return names
+
+
+def _band_shapes(bands: Sequence[Band], steps: Sequence[_Step], colours: look.Colours, recompute: str) -> list[dict[str, Any]]:
+    """Every second phase shaded, and a strip at the bottom where layers are computed again."""
+    shapes: list[dict[str, Any]] = []
+    for i, band in enumerate(bands):
+        rectangle = {"type": "rect", "xref": "x", "yref": "paper", "layer": "below", "line": {"width": 0}}
+        place = {"x0": band.start, "x1": band.stop, "y0": 0, "y1": 1}
+        shapes.append(rectangle | place | {"name": f"phase {i}", "fillcolor": _faint(colours.muted, 0.10 if i % 2 else 0.0)})
+    for start, stop in steps[-1].recomputes:
+        rectangle = {"type": "rect", "xref": "x", "yref": "paper", "layer": "above", "line": {"width": 0}, "fillcolor": recompute}
+        shapes.append(rectangle | {"x0": start, "x1": stop, "y0": -0.022, "y1": -0.004, "name": "recompute"})
+    return shapes
+
+
+def _peak_notes(steps: Sequence[_Step], colours: look.Colours) -> list[dict[str, Any]]:
+    """An arrow to each peak: from above for one; of two the higher from the left and the lower from the right."""
+    notes: list[dict[str, Any]] = []
+    highest = max(step.peak_bytes for step in steps)
+    for step in steps:
+        other = next((one for one in steps if one is not step), None)
+        low = other is not None and (step.peak_bytes, step.number) < (other.peak_bytes, other.number)
+        word = "peak" if other is None else "after" if step.areas else "before"
+        size = peaks.memory_text(step.peak_bytes)
+        place = escaped(shortened(peaks.peak_place(step.profile), NOTE_CHARACTERS))
+        what = f"<b>{word if other is None else f'{word}: peak'} {size}</b>"
+        lines = [what, *([escaped(shortened(step.profile.label, NOTE_CHARACTERS))] if other is not None else []), place]
+        right = low or (other is None and step.peak_x < WIDTH / 2)
+        up = 26 if highest == step.peak_bytes else 40
+        text = "<br>".join(line for line in lines if line)
+        notes.append(
+            {
+                "x": step.peak_x, "y": step.peak_bytes, "ax": 46 if right else -46, "ay": -up,
+                "xanchor": "left" if right else "right",
+                "text": text, "align": "left" if right else "right",
+                "showarrow": True, "arrowhead": 2, "arrowwidth": 1.5, "arrowcolor": colours.text, "name": f"peak {step.number}",
+                "font": {"size": 12, "color": colours.text}, "bgcolor": colours.background, "opacity": 0.92, "borderpad": 2,
+            }
+        )  # fmt: skip
+    return notes
+
+
+def _distance(before: _Step, after: _Step, colours: look.Colours) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The heights of both peaks carried to the right, an arrow from one to the other, and how far that is."""
+    change = after.peak_bytes - before.peak_bytes
+    highest = max(before.peak_bytes, after.peak_bytes)
+    if abs(change) < SMALLEST_BRACKET * highest or not change:
+        return [], []
+    shapes = [
+        {
+            "type": "line", "xref": "x", "yref": "y", "x0": step.peak_x, "x1": BRACKET_AT + 1, "y0": step.peak_bytes,
+            "y1": step.peak_bytes, "line": {"color": colours.muted, "width": 1, "dash": "dot"}, "name": "height",
+        }
+        for step in (before, after)
+    ]  # fmt: skip
+    arrow = {
+        "x": BRACKET_AT, "y": after.peak_bytes, "axref": "x", "ayref": "y", "ax": BRACKET_AT, "ay": before.peak_bytes, "text": "",
+        "showarrow": True, "arrowhead": 2, "arrowwidth": 2, "arrowcolor": colours.text, "name": "distance",
+    }  # fmt: skip
+    per_cent = f"{100 * change / before.peak_bytes:+.0f} %" if before.peak_bytes else ""
+    words = f"<b>{per_cent}</b><br>{peaks.memory_text(abs(change))}<br>{'more' if change > 0 else 'less'}"
+    label = {
+        "x": BRACKET_AT, "y": (before.peak_bytes + after.peak_bytes) / 2, "xanchor": "left", "xshift": 4, "text": words,
+        "align": "left", "showarrow": False, "font": {"size": 13, "color": colours.text}, "name": "difference",
+    }  # fmt: skip
+    return shapes, [arrow, label]
+
+
+def _faint(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity:g})"

@@ -1,0 +1,141 @@
+"""What is drawn of the memory within one step, and the words for its peak and for what a change made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_widgets.charts.phases import PhaseLike
+
+KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
+"""What memory is for, in the order of the columns of `StepLike.bytes_by_kind`; at the bottom of the picture the first."""
+KIND_NAMES = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer": "optimizer state",
+    "activation": "activations",
+    "recompute": "recomputed",
+    "temporary": "temporary",
+    "other": "other",
+}
+"""As they are called in a picture."""
+_SAYS_NO_PASS = {"recompute": "the recompute", "other": "the step"}
+
+
+class StepLike(Protocol):
+    """What is read of a profiled step.
+
+    Attributes
+    ----------
+    label
+        For people, such as ``"fp16 + 4 layers checkpointed"``.
+    bytes_by_kind
+        Live bytes after each point of the step, shape (points, len(KINDS)), integers.
+    time_s
+        Seconds since the step began, shape (points,).
+    layer_index, operator_index
+        Of each point, positions in `layer_names` and `operator_names`; -1 for none. Shape (points,).
+    phases
+        Of the whole step, see :class:`amp_widgets.charts.phases.PhaseLike`.
+    """
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def bytes_by_kind(self) -> npt.NDArray[Any]: ...
+    @property
+    def time_s(self) -> npt.NDArray[Any]: ...
+    @property
+    def layer_index(self) -> npt.NDArray[Any]: ...
+    @property
+    def operator_index(self) -> npt.NDArray[Any]: ...
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+    @property
+    def operator_names(self) -> Sequence[str]: ...
+    @property
+    def phases(self) -> Sequence[PhaseLike]: ...
+
+
+def memory_text(size_bytes: float) -> str:
+    """Bytes with one decimal, fit to be compared.
+
+    >>> memory_text(104_390_000), memory_text(950), memory_text(0)
+    ('104.4 MB', '950 B', '0 B')
+    """
+    if abs(size_bytes) < 1000:
+        return f"{size_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size_bytes /= 1000
+        if abs(size_bytes) < 999.95 or unit == "TB":
+            break
+    return f"{size_bytes:,.1f} {unit}"
+
+
+def peak_of(step: StepLike) -> tuple[int, int]:
+    """The first point with the most bytes, and how many they are; (-1, 0) without points."""
+    total = step.bytes_by_kind.sum(axis=1)
+    if not total.size:
+        return -1, 0
+    point = int(np.argmax(total))
+    return point, int(total[point])
+
+
+def peak_place(step: StepLike) -> str:
+    """Where the peak is: ``in backward of layers.3``; nothing where it is not known. As the user named it, not escaped."""
+    point, _ = peak_of(step)
+    phase = phase_at(step, point)
+    if not phase:
+        return ""
+    layer = layer_at(step, point)
+    return f"in {_SAYS_NO_PASS.get(phase, phase)}{f' of {layer}' if layer else ''}"
+
+
+def peak_text(step: StepLike) -> str:
+    """``peak 104.4 MB in backward of layers.3``."""
+    return f"peak {memory_text(peak_of(step)[1])} {peak_place(step)}".rstrip()
+
+
+def difference_text(before_bytes: int, after_bytes: int) -> str:
+    """What became of a peak, in bytes and per cent.
+
+    >>> difference_text(185_100_000, 104_400_000)
+    'peak 185.1 MB → 104.4 MB: 80.7 MB less (-43.6 %)'
+    """
+    change = after_bytes - before_bytes
+    what = f"peak {memory_text(before_bytes)} → {memory_text(after_bytes)}"
+    if change == 0:
+        return f"{what}: the same"
+    share = f" ({100 * change / before_bytes:+.1f} %)" if before_bytes else ""
+    return f"{what}: {memory_text(abs(change))} {'more' if change > 0 else 'less'}{share}"
+
+
+def recompute_s(step: StepLike) -> float:
+    """How long layers were computed again within the step, in seconds."""
+    ends = [*(float(time_s) for time_s in step.time_s), *([float(step.time_s[-1])] if len(step.time_s) else [math.nan])]
+    return sum(ends[phase.stop] - ends[phase.start] for phase in step.phases if phase.name == "recompute")
+
+
+def phase_at(step: StepLike, point: int) -> str:
+    """The name of the phase that a point is in, or nothing."""
+    return next((phase.name for phase in step.phases if phase.start <= point < phase.stop), "")
+
+
+def layer_at(step: StepLike, point: int) -> str:
+    """The name of the layer that a point is in, or nothing."""
+    return _named(step.layer_names, step.layer_index, point)
+
+
+def operator_at(step: StepLike, point: int) -> str:
+    """The name of the operator at a point, or nothing."""
+    return _named(step.operator_names, step.operator_index, point)
+
+
+def _named(names: Sequence[str], indices: npt.NDArray[Any], point: int) -> str:
+    index = int(indices[point]) if 0 <= point < len(indices) else -1
+    return names[index] if 0 <= index < len(names) else ""

@@ -1,0 +1,164 @@
+"""What each layer holds and takes in a profiled step, and which are checkpointed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import traitlets
+
+from amp_widgets.core import layers as core_layers
+from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.state import DashboardState
+
+
+class LayerProfileLike(Protocol):
+    """What is read of a layer of a profiled step; sizes and times include its children, NaN where not known."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def parameter_bytes(self) -> int: ...
+    @property
+    def activation_bytes(self) -> int: ...
+    @property
+    def output_bytes(self) -> int: ...
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def backward_s(self) -> float: ...
+    @property
+    def recompute_s(self) -> float: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def checkpointed(self) -> bool: ...
+
+
+NOT_KNOWN = "the model's layers are not known here"
+
+
+class LayerTable(Control):
+    """The layers of a profiled step as a table: sorted by a click on a heading, filtered by a glob, ticked to be checkpointed.
+
+    Asks with ``request(checkpointed=names)``, always the whole set, as the layer tree does. The page holds only the rows that
+    are in sight: a model with thousands of layers is one widget. `render` shows which layers are checkpointed, `show` the
+    numbers of a step.
+    """
+
+    _esm = page_script("layer_table")
+    _css = Control._css + (Path(__file__).parent / "memory.css").read_text(encoding="utf-8")
+
+    rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
+    in_force: traitlets.List[Any] = traitlets.List(help="Positions in `rows` of what is checkpointed.").tag(sync=True)
+    requested: traitlets.List[Any] = traitlets.List(help="Positions of what is to be.").tag(sync=True)
+    pattern = traitlets.Unicode(help="The filter in force.").tag(sync=True)
+    matching: traitlets.List[Any] | None = traitlets.List(None, allow_none=True, help="Positions that match; None: all.").tag(
+        sync=True
+    )
+
+    def __init__(
+        self,
+        request: Callable[..., None],
+        state: DashboardState | None = None,
+        profile: Sequence[LayerProfileLike] = (),
+    ) -> None:
+        self._profile: tuple[LayerProfileLike, ...] = ()
+        self._state: DashboardState | None = None
+        self._why_not: dict[str, str] = {}
+        self._order: dict[str, int] = {}
+        self._positions: dict[str, int] = {}
+        super().__init__(request, state)
+        self.show(profile)
+
+    def show(self, profile: Sequence[LayerProfileLike]) -> None:
+        """Show the numbers of these layers, in the model's order; nothing is sent when they are those shown."""
+        profile = tuple(profile)
+        if profile == self._profile:
+            return
+        self._profile = profile
+        self._positions = {layer.name: i for i, layer in enumerate(profile)}
+        ticks = {} if self._state is None else self._ticks(self._state)
+        self._put({"rows": self._all_rows(), "matching": self._matching(self.pattern)} | ticks)
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        layers_differ = self._state is None or (self._state.layers is not state.layers and self._state.layers != state.layers)
+        self._state = state
+        if layers_differ:
+            self._order = {layer.name: i for i, layer in enumerate(state.layers)}
+            self._why_not = {layer.name: _why_not(layer) for layer in state.layers}
+        return ({"rows": self._all_rows()} if layers_differ else {}) | self._ticks(state)
+
+    def _ticks(self, state: DashboardState) -> dict[str, Any]:
+        return {
+            "in_force": self._indices(state.settings.checkpointed),
+            "requested": self._indices(state.requested("checkpointed")),
+        }
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        if "filter" in message:
+            pattern = str(message["filter"]).strip()
+            self._put({"pattern": pattern, "matching": self._matching(pattern)})
+        elif "layer" in message and self._state is not None:
+            name, on = str(message["layer"]), bool(message["on"])
+            before = tuple(self._state.requested("checkpointed"))
+            wanted = {one for one in before if one != name} | ({name} if on else set())
+            names = tuple(sorted(wanted, key=lambda one: self._order.get(one, len(self._order))))
+            if names != before:
+                self._request(checkpointed=names)
+
+    def _all_rows(self) -> list[list[Any]]:
+        return [_row(layer, self._why_not.get(layer.name, NOT_KNOWN)) for layer in self._profile]
+
+    def _matching(self, pattern: str) -> list[int] | None:
+        patterns = pattern.replace(",", " ").split()
+        if not patterns:
+            return None
+        return [i for i, layer in enumerate(self._profile) if any(matches(layer.name, one) for one in patterns)]
+
+    def _indices(self, names: Sequence[str]) -> list[int]:
+        return sorted(self._positions[name] for name in names if name in self._positions)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a layer's name fits a glob as it is used for checkpointing; without ``*``, ``?`` and ``[`` a part of it is enough.
+
+    >>> matches("layers.3.mlp", "layers.*"), matches("layers.3.mlp", "**.mlp"), matches("layers.3.mlp", "ML")
+    (False, True, True)
+    """
+    if not core_layers._is_glob(pattern):
+        return pattern.lower() in name.lower()
+    return core_layers._parts_match(name.split("."), pattern.split("."))
+
+
+def saved_bytes(layer: LayerProfileLike) -> float:
+    """About what checkpointing the layer would free from forward to backward: what it holds without its output, which is needed
+    by the next one in any case. NaN where it is checkpointed already."""
+    return math.nan if layer.checkpointed else max(0, layer.activation_bytes - layer.output_bytes)
+
+
+def cost_s(layer: LayerProfileLike) -> float:
+    """What checkpointing it costs in a step: its recompute where it is checkpointed, else its forward pass once more."""
+    return layer.recompute_s if layer.checkpointed else layer.forward_s
+
+
+def _row(layer: LayerProfileLike, why_not: str) -> list[Any]:
+    """Name, type, dtype, whether it was checkpointed, why it cannot be, and numbers: bytes and seconds, None where not known."""
+    sizes = (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes)
+    possible = why_not in ("", NOT_KNOWN)
+    trade = (saved_bytes(layer), cost_s(layer)) if possible else (math.nan, math.nan)
+    numbers = (*sizes, layer.forward_s, layer.backward_s, *trade)
+    known = [number if math.isfinite(number) else None for number in numbers]
+    return [layer.name, layer.type, layer.dtype, layer.checkpointed, why_not, *known]
+
+
+def _why_not(layer: Any) -> str:
+    if layer.structural:
+        return "it only holds other layers"
+    return "" if layer.why_not is None else layer.why_not or "it cannot be checkpointed"

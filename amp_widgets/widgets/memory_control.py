@@ -1,0 +1,117 @@
+"""Profiling the next step, which steps are compared, and in words what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import traitlets
+
+from amp_widgets.charts.mountain import mountain_sentence
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, recompute_s
+from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
+from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.text import seconds_text
+
+MOST_REPORT_LINES = 40
+SMALLEST_CHANGE = 0.02
+"""Of the higher peak: what a kind has changed by less than this is not worth a word."""
+
+
+class Command(Protocol):
+    """What a memory panel asks for, beside settings: ``("profile")`` the next step; ``("show", labels=(before, after))``."""
+
+    def __call__(self, name: str, /, **values: Any) -> None: ...
+
+
+class MemoryControl(Control):
+    """The head of a memory panel. Asks with ``command("profile")`` and ``command("show", labels=...)``, see `Command`."""
+
+    _esm = page_script("memory_control")
+    _css = Control._css + (Path(__file__).parent / "memory.css").read_text(encoding="utf-8")
+
+    options: traitlets.List[Any] = traitlets.List(help="Of each kept profile its label and what is said of it.").tag(sync=True)
+    shown: traitlets.List[Any] = traitlets.List(help="The labels of what is drawn.").tag(sync=True)
+    pending = traitlets.Bool(False).tag(sync=True)
+    why_not = traitlets.Unicode().tag(sync=True)
+    sentence = traitlets.Unicode().tag(sync=True)
+    details: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
+    report: traitlets.List[Any] = traitlets.List(help="Lines; the first is the heading.").tag(sync=True)
+
+    def __init__(self, command: Command, state: MemoryState | None = None) -> None:
+        super().__init__(command)
+        self.show(MemoryState() if state is None else state)
+
+    def show(self, state: MemoryState) -> None:
+        """Show this; nothing is sent when it is what is shown."""
+        chosen = state.chosen
+        self._put(
+            {
+                "options": [[profile.label, _option_text(profile)] for profile in state.profiles],
+                "shown": [profile.label for profile in chosen],
+                "pending": state.pending,
+                "why_not": state.why_not or "",
+                "sentence": _capital(mountain_sentence(chosen)) if chosen else "",
+                "details": _details(chosen),
+                "report": list(state.report[:MOST_REPORT_LINES]),
+            }
+        )
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}  # it shows a `MemoryState`
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"profile": True}:
+                if not (self.pending or self.why_not):
+                    self._request("profile")
+            case {"show": [*labels]}:
+                known = [label for label, _ in self.options]
+                wanted = tuple(label for label in dict.fromkeys(labels) if label in known)[:2]
+                if wanted and list(wanted) != self.shown:
+                    self._request("show", labels=wanted)
+
+
+def _option_text(profile: StepProfileLike) -> str:
+    step = f"step {profile.step:,}, " if profile.step >= 0 else ""
+    return f"{profile.label} ({step}peak {memory_text(peak_of(profile)[1])})"
+
+
+def _details(chosen: Sequence[StepProfileLike]) -> list[str]:
+    """What the peaks consist of, or how that has changed; what recompute took; how it was counted."""
+    if not chosen:
+        return []
+    newest = chosen[-1]
+    made_of = [_at_peak(profile) for profile in chosen]
+    if len(chosen) == 1:
+        parts = sorted(((size, kind) for kind, size in made_of[0].items() if size), reverse=True)
+        sentences = (
+            [f"At the peak: {', '.join(f'{KIND_NAMES[kind]} {memory_text(size)}' for size, kind in parts)}"] if parts else []
+        )
+    else:
+        before, after = made_of
+        least = SMALLEST_CHANGE * max(sum(before.values()), sum(after.values()))
+        changed = [kind for kind in reversed(KINDS) if abs(after[kind] - before[kind]) > least]
+        changed.sort(key=lambda kind: -abs(after[kind] - before[kind]))
+        words = [f"{KIND_NAMES[kind]} {memory_text(before[kind])} → {memory_text(after[kind])}" for kind in changed]
+        sentences = [f"At the peak: {', '.join(words)}"] if words else []
+    again = sum(phase.name == "recompute" for phase in newest.phases)
+    if again:
+        times = f"{again} time{'s' * (again > 1)}"
+        sentences.append(
+            f"The price: layers were computed again {times} in the backward pass, {seconds_text(recompute_s(newest))}"
+        )
+    sources = dict.fromkeys(profile.source for profile in chosen)
+    notes = dict.fromkeys(note for profile in chosen for note in profile.notes)
+    return [*sentences, *(f"Counted: {source}" for source in sources if source), *notes]
+
+
+def _at_peak(profile: StepProfileLike) -> dict[str, int]:
+    point, _ = peak_of(profile)
+    return {kind: int(profile.bytes_by_kind[point, i]) if point >= 0 else 0 for i, kind in enumerate(KINDS)}
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

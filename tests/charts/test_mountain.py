@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from amp_widgets.charts import peaks
+from amp_widgets.charts.look import COLOURS
+from amp_widgets.charts.mountain import KIND_COLOURS, MOST_POINTS, kept_points, mountain_figure, mountain_sentence
+from amp_widgets.charts.phases import MOST_BANDS, WIDTH, aligned
+from amp_widgets.core.memory import profile as core_profile
+from tests.charts.gpt_step import Phase, StepProfile, Writer, gpt_step
+
+EVIL = "<b>x</b> & $y$ <a href='javascript:1'>"
+
+
+@pytest.fixture(scope="module")
+def fp32() -> StepProfile:
+    return gpt_step()
+
+
+@pytest.fixture(scope="module")
+def lean() -> StepProfile:
+    return gpt_step("fp16 + 4 layers checkpointed", half=True, checkpointed=(0, 1, 2, 3))
+
+
+def small(label: str = "small", *, layer: str = "a", operator: str = "aten::mm", phase: str = "forward") -> StepProfile:
+    """Four points; 100 bytes of parameters, at most 30 of activations."""
+    write = Writer()
+    write.live["parameter"] = 100
+    write.point(phase, layer, operator, activation=10)
+    write.point(phase, layer, operator, activation=20)
+    write.point("backward", layer, operator, activation=-30, gradient=5)
+    write.point("optimizer", "", "", gradient=-5)
+    return write.profile(label)
+
+
+def trace(figure: go.Figure, profile: int, part: str) -> Any:
+    [found] = [one for one in figure.data if one.meta == {"profile": profile, "part": part}]
+    return found
+
+
+def parts(figure: go.Figure) -> list[tuple[int, str]]:
+    return [(one.meta["profile"], one.meta["part"]) for one in figure.data]
+
+
+def note(figure: go.Figure, name: str) -> Any:
+    [found] = [one for one in figure.layout.annotations if one.name == name]
+    return found
+
+
+def shapes(figure: go.Figure, name: str) -> list[Any]:
+    return [one for one in figure.layout.shapes if one.name.startswith(name)]
+
+
+# ---- one step ----
+
+
+def test_areas_are_the_bytes_by_kind_and_only_kinds_that_there_are() -> None:
+    figure = mountain_figure([small()])
+    assert parts(figure) == [(0, "parameter"), (0, "gradient"), (0, "activation"), (0, "total")]
+    assert list(trace(figure, 0, "parameter").y) == [100] * 5  # the last value holds until the end of the step
+    assert list(trace(figure, 0, "activation").y) == [10, 30, 0, 0, 0]
+    assert list(trace(figure, 0, "gradient").y) == [0, 0, 5, 0, 0]
+    assert list(trace(figure, 0, "total").y) == [110, 130, 105, 100, 100]
+    stacked = [one for one in figure.data if one.stackgroup]
+    assert len(stacked) == 3
+    assert {one.line.shape for one in figure.data} == {"hv"}
+    for one in figure.data:
+        np.testing.assert_array_equal(one.x, trace(figure, 0, "total").x)
+
+
+def test_the_areas_add_up_to_the_total(lean: StepProfile) -> None:
+    figure = mountain_figure([lean])
+    areas = [np.asarray(one.y) for one in figure.data if one.stackgroup]
+    np.testing.assert_array_equal(np.sum(areas, axis=0), trace(figure, 0, "total").y)
+
+
+def test_the_peak_is_marked_where_it_is() -> None:
+    figure = mountain_figure([small()])
+    mark, total = note(figure, "peak 0"), trace(figure, 0, "total")
+    assert (mark.x, mark.y, mark.showarrow) == (total.x[1], 130, True)
+    assert mark.text == "<b>peak 130 B</b><br>in forward of a"
+    assert figure.layout.title.text == "<b>peak 130 B in forward of a</b>"
+
+
+def test_what_is_read_on_pointing_names_layer_operator_phase_time_and_bytes() -> None:
+    figure = mountain_figure([small()])
+    assert trace(figure, 0, "total").hovertext[1] == (
+        "<b>small</b><br>a · aten::mm · forward · at 0.10 ms<br><b>total 130 B (130 bytes)</b>"
+        "<br>activations 30 B (30 bytes)<br>parameters 100 B (100 bytes)"
+    )
+    assert trace(figure, 0, "total").hovertext[3].startswith("<b>small</b><br>outside of any layer · optimizer · at 0.20 ms<br>")
+
+
+def test_phases_are_named_bands_and_recompute_a_strip_within_backward(lean: StepProfile) -> None:
+    figure = mountain_figure([lean])
+    assert list(figure.layout.xaxis.ticktext) == [
+        "forward", "loss", "backward<br>with 4 recomputes", "optimizer", "<br>zero_grad",
+    ]  # fmt: skip
+    bands = shapes(figure, "phase")
+    assert [band.x0 for band in bands[1:]] == pytest.approx([band.x1 for band in bands[:-1]])
+    assert (bands[0].x0, bands[-1].x1) == (0, pytest.approx(WIDTH))
+    strips = shapes(figure, "recompute")
+    assert len(strips) == 4
+    assert all(bands[2].x0 < strip.x0 < strip.x1 < bands[2].x1 for strip in strips)
+
+
+def test_text_of_the_user_is_text() -> None:
+    profile = small(EVIL, layer=EVIL, operator=EVIL, phase=EVIL)
+    for figure in (mountain_figure([profile]), mountain_figure([profile, profile]), mountain_figure([profile], title=EVIL)):
+        text = str(figure.to_plotly_json())
+        assert "&lt;b>x&lt;/b> &amp; &#36;y&#36;" in text
+        for harmful in ("<a", "<b>x", "$"):
+            assert harmful not in text
+
+
+def test_another_title_or_none() -> None:
+    assert mountain_figure([small()], title="mine").layout.title.text == "<b>mine</b>"
+    without = mountain_figure([small()], title="")
+    assert without.layout.title.text is None
+    assert without.layout.height < mountain_figure([small()]).layout.height
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_both_themes(lean: StepProfile, theme: Any) -> None:
+    figure = mountain_figure([lean], theme=theme)
+    assert figure.layout.paper_bgcolor == COLOURS[theme].background
+    for kind in ("activation", "recompute", "parameter"):
+        assert trace(figure, 0, kind).fillcolor == KIND_COLOURS[theme][kind]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_neighbours_in_the_stack_differ_in_lightness(theme: Any) -> None:
+    usual = ("parameter", "gradient", "optimizer", "activation", "recompute", "temporary")
+    lightness = [luminance(KIND_COLOURS[theme][kind]) for kind in usual]
+    assert all((max(pair) + 0.05) / (min(pair) + 0.05) > 1.2 for pair in itertools.pairwise(lightness))
+    assert set(KIND_COLOURS[theme]) == set(peaks.KINDS)
+
+
+def test_no_button_sends_the_data_away(lean: StepProfile) -> None:
+    assert "sendChartToCloud" in mountain_figure([lean]).layout.modebar.remove
+
+
+# ---- two steps ----
+
+
+def test_before_is_an_outline_behind_after(fp32: StepProfile, lean: StepProfile) -> None:
+    figure = mountain_figure([fp32, lean])
+    assert parts(figure)[0] == (0, "fill")
+    assert parts(figure)[-3:] == [(1, "total"), (0, "halo"), (0, "outline")]
+    assert {number for number, part in parts(figure) if part in peaks.KINDS} == {1}
+    for number, part, profile in ((0, "outline", fp32), (1, "total", lean)):
+        assert max(trace(figure, number, part).y) == profile.bytes_by_kind.sum(axis=1).max()
+    assert trace(figure, 0, "outline").name == "before: fp32"
+
+
+def test_each_phase_lies_over_the_same_phase(fp32: StepProfile, lean: StepProfile) -> None:
+    figure = mountain_figure([fp32, lean], limit=10_000)
+    bands = shapes(figure, "phase")
+    for number, part, profile in ((0, "outline", fp32), (1, "total", lean)):
+        x = np.asarray(trace(figure, number, part).x)[:-1]
+        assert np.all(np.diff(x) > 0)
+        for band, names in zip(
+            bands, (("forward",), ("loss",), ("backward", "recompute"), ("optimizer",), ("zero_grad",)), strict=True
+        ):
+            points = [i for phase in profile.phases if phase.name in names for i in range(phase.start, phase.stop)]
+            assert x[points[0]] == pytest.approx(band.x0)
+            assert x[points[-1]] < band.x1
+
+
+def test_the_difference_in_words(fp32: StepProfile, lean: StepProfile) -> None:
+    sentence = mountain_sentence([fp32, lean])
+    assert sentence == "peak 221.0 MB → 74.2 MB: 146.8 MB less (-66.4 %)"
+    figure = mountain_figure([fp32, lean])
+    assert figure.layout.title.text == f"<b>{sentence}</b>"
+    assert note(figure, "difference").text == "<b>-66 %</b><br>146.8 MB<br>less"
+    arrow = note(figure, "distance")
+    assert (arrow.ay, arrow.y) == (221_000_000, 74_200_000)
+    assert note(figure, "peak 0").text.startswith("<b>before: peak 221.0 MB</b><br>fp32<br>")
+    assert note(figure, "peak 1").text.startswith("<b>after: peak 74.2 MB</b><br>fp16 + 4 layers checkpointed<br>")
+    assert note(mountain_figure([lean, fp32]), "difference").text == "<b>+198 %</b><br>146.8 MB<br>more"
+
+
+def test_steps_with_other_phases_can_be_compared() -> None:
+    other = small()
+    phases = (("forward", 0, 1), ("zero_grad", 1, 2), ("backward", 2, 4))
+    accumulated = dataclasses.replace(other, phases=tuple(Phase(name=name, start=a, stop=b) for name, a, b in phases))
+    bands, (one, two) = aligned([(4, other.phases), (4, accumulated.phases)])
+    assert sorted(band.name for band in bands) == ["backward", "forward", "optimizer", "zero_grad"]
+    starts = {band.name: band.start for band in bands}
+    assert [one.x[0], one.x[2], one.x[3]] == [starts["forward"], starts["backward"], starts["optimizer"]]
+    assert [two.x[0], two.x[1], two.x[2]] == [starts["forward"], starts["zero_grad"], starts["backward"]]
+    mountain_figure([other, accumulated])
+
+
+def test_recomputes_are_those_of_the_step_that_is_drawn_as_areas(fp32: StepProfile, lean: StepProfile) -> None:
+    figure = mountain_figure([lean, fp32])
+    assert shapes(figure, "recompute") == []
+    assert "backward" in figure.layout.xaxis.ticktext
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_one_or_two(count: int) -> None:
+    with pytest.raises(ValueError, match=f"got {count} profiles, expected one, or two"):
+        mountain_figure([small()] * count)
+
+
+# ---- many points ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_steps_are_reduced_and_the_peak_stays(seed: int) -> None:
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    points = 100_000
+    kinds = random.integers(0, 1000, (points, len(peaks.KINDS)))
+    peak = int(random.integers(points))
+    kinds[peak, 4] = 10**6
+    cuts = [0, 30_000, 30_010, 90_000, points]
+    names = ("forward", "loss", "backward", "optimizer")
+    profile = dataclasses.replace(
+        small(), bytes_by_kind=kinds, time_s=np.arange(points) / 1e6,
+        layer_index=np.full(points, -1), operator_index=np.full(points, -1),
+        phases=tuple(Phase(name=name, start=a, stop=b) for name, a, b in zip(names, cuts, cuts[1:], strict=False)),
+    )  # fmt: skip
+    figure = mountain_figure([profile])
+    y = np.asarray(trace(figure, 0, "total").y)
+    assert y.size <= MOST_POINTS + 2 * len(names) + 4
+    assert y.max() == kinds[peak].sum() == note(figure, "peak 0").y
+    assert y.min() == kinds.sum(axis=1).min()
+    x = np.asarray(trace(figure, 0, "total").x)
+    assert {band.x0 for band in shapes(figure, "phase")} <= set(x)
+
+
+def test_kept_points_are_all_where_there_are_few() -> None:
+    assert kept_points(np.arange(5), 8, set()).tolist() == [0, 1, 2, 3, 4]
+    total = np.zeros(1000, int)
+    total[777] = 5
+    kept = kept_points(total, 20, {123}).tolist()
+    assert {123, 777} <= set(kept)
+    assert len(kept) <= 21
+    assert kept == sorted(set(kept))
+
+
+def test_a_step_of_very_many_batches_is_bounded() -> None:
+    phases = [Phase(name=name, start=i, stop=i + 1) for i, name in enumerate(["forward", "recompute", "backward"] * 1000)]
+    bands, [place] = aligned([(3000, phases)])
+    assert bands == []
+    assert len(place.edges) <= 4 * MOST_BANDS
+    assert len(place.recomputes) <= MOST_BANDS
+    assert np.all(np.diff(place.x) > 0)
+
+
+@pytest.mark.parametrize("profiles", [1, 2])
+def test_a_step_without_points_is_an_empty_picture(profiles: int) -> None:
+    empty = dataclasses.replace(
+        small(), bytes_by_kind=np.zeros((0, len(peaks.KINDS)), np.int64), time_s=np.zeros(0), layer_index=np.zeros(0, int),
+        operator_index=np.zeros(0, int), phases=(),
+    )  # fmt: skip
+    figure = mountain_figure([empty, small()][:profiles])
+    assert max(trace(figure, 0, "total" if profiles == 1 else "outline").y) == 0
+    assert math.isnan(peaks.recompute_s(empty)) or peaks.recompute_s(empty) == 0
+
+
+# ---- words ----
+
+
+def test_kinds_and_words_are_those_of_the_core() -> None:
+    assert peaks.KINDS == core_profile.KINDS
+    for size_bytes in (0, 999, 1000, 104_390_000, 999_949, 999_950, 3e12, 5e15):
+        assert peaks.memory_text(size_bytes) == core_profile.memory_text(size_bytes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (185_100_000, 104_400_000, "peak 185.1 MB → 104.4 MB: 80.7 MB less (-43.6 %)"),
+        (1000, 1500, "peak 1.0 kB → 1.5 kB: 500 B more (+50.0 %)"),
+        (1000, 1000, "peak 1.0 kB → 1.0 kB: the same"),
+        (0, 10, "peak 0 B → 10 B: 10 B more"),
+    ],
+)
+def test_difference_text(before: int, after: int, text: str) -> None:
+    assert peaks.difference_text(before, after) == text
+
+
+def test_how_long_recompute_took(lean: StepProfile, fp32: StepProfile) -> None:
+    stretches = [phase for phase in lean.phases if phase.name == "recompute"]
+    points = sum(phase.stop - phase.start for phase in stretches)
+    assert peaks.recompute_s(lean) == pytest.approx(points * 50e-6)
+    assert peaks.recompute_s(fp32) == 0
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as in WCAG 2.2."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
