@@ -58,29 +58,27 @@ class Checkpointing:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-        self._model: nn.Module | None = model
+        self._source: Callable[[], nn.Module | None] = lambda: model
         self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Every module inside the model, in its order, as it is now; empty after `close`."""
-        return () if self._model is None else list_layers(self._model)
+        model = self._model
+        return () if model is None else list_layers(model)
 
     @property
     def active(self) -> tuple[str, ...]:
         """Names of the layers that are checkpointed now, in the model's order."""
-        if self._model is None:
-            return ()
-        return tuple(name for name, module in named_layers(self._model).items() if _is_on(module))
+        model = self._model
+        return () if model is None else tuple(name for name, module in named_layers(model).items() if _is_on(module))
 
     @property
     def compiled(self) -> bool:
         """Whether ``torch.compile`` was applied to the model or to a module in it: a switched layer is then compiled anew."""
-        if self._model is None:
-            return False
-        return any(
-            is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
-            for module in self._model.modules()
+        model = self._model
+        return model is not None and any(
+            is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()
         )
 
     def resolve(self, patterns: Iterable[str]) -> tuple[str, ...]:
@@ -126,20 +124,32 @@ class Checkpointing:
             raise
         self._switched.update(switch_on.values())
 
+    def watch(self, source: Callable[[], nn.Module | None]) -> None:
+        """Ask `source` for the model from now on, in place of keeping it alive."""
+        self._source = source
+
     def close(self) -> None:
         """Switch all layers off, also those that have left the model meanwhile, and let go of the model."""
-        if self._model is None:
-            return
-        for module in {*named_layers(self._model).values(), *self._switched}:
+        model = self._model
+        for module in {*(() if model is None else named_layers(model).values()), *self._switched}:
             if _is_on(module):
                 _switch_off(module)
         self._switched.clear()
-        self._model = None
+        self._source = _no_model
+
+    @property
+    def _model(self) -> nn.Module | None:
+        return self._source()
 
     def _open_model(self) -> nn.Module:
-        if self._model is None:
+        model = self._model
+        if model is None:
             raise SessionClosedError("checkpointed: the session was closed, so that the model's layers can no longer be switched")
-        return self._model
+        return model
+
+
+def _no_model() -> None:
+    return None
 
 
 _ORIGINAL = "_amp_widgets_original"

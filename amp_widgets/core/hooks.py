@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -50,12 +51,12 @@ class Hooks:
 
         def forward(module: nn.Module, args: Any) -> None:
             live = reference()
-            if live is not None:
+            if live is not None and not is_compiling():
                 live.forward_begins(module)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             live = reference()
-            if live is not None and not within_another_step(sys._getframe(1)):
+            if live is not None and not is_compiling() and not within_another_step(sys._getframe(1)):
                 live.optimizer_stepped(optimizer)
 
         self._forward = forward

@@ -20,7 +20,7 @@ from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecor
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.compiled import frames_compiled
-from amp_widgets.core.models import Together, check_optimizers, devices_of
+from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.optimizers import OptimizerSteps
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
@@ -77,8 +77,7 @@ class LiveLoop:
             raise SettingsError(f"memory_every: got {memory_every!r}, expected a whole number of steps, or 0 to measure nothing")
         if type(history_capacity) is not int or history_capacity < 4:
             raise SettingsError(f"history_capacity: got {history_capacity!r}, expected a whole number of steps, at least 4")
-        before = _attached.pop(model, None)
-        previous = before() if before is not None else None
+        previous = LiveLoop.of(model)
         if previous is not None:
             previous.close()
 
@@ -90,12 +89,14 @@ class LiveLoop:
         """Whether they are being called."""
         self.remarks: list[Callable[[], str | None]] = []
         """Each may have a plain sentence to say beside the controls."""
-        self._model: nn.Module | None = model
+        self._held = Held(model)
         self._optimizers = tuple(optimizers)
         self._optimizer_steps = OptimizerSteps(optimizers)
         self._module_ids = {id(module) for module in model.modules()}
         self._clock = clock
         self._lock = threading.RLock()
+        self._step_lock = threading.RLock()  # around the beginning and the end of a step; taken before the other one
+        self._trainer: int | None = None  # the thread that ended the last step
 
         self._settings = Settings()
         self._checkpointing = Checkpointing(model)
@@ -120,7 +121,7 @@ class LiveLoop:
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
         self._finalizer.atexit = False
         self._arm()
-        _attached[model] = weakref.ref(self)
+        _attach(model, self)
 
     # ---- what the user's loop calls ---------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class LiveLoop:
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of the step in progress, in a loop that does not call ``scaler.scale(loss)``."""
-        self._begin()
+        self._begin(trains=True)
         self._add_loss(loss)
 
     # ---- settings ---------------------------------------------------------------------------------------------------
@@ -399,9 +400,9 @@ class LiveLoop:
             self._finalizer()
             for scaler in self._scalers:
                 scaler.release()
-            for model in [model for model, loop in _attached.items() if loop() is self]:
-                del _attached[model]
-            self._model = None
+            for key in [key for key, (_, loop) in _attached.items() if loop() is self]:
+                del _attached[key]
+            self._held.let_go()
             self._optimizers = ()
             self._optimizer_steps.clear()
             self.on_boundary.clear()
@@ -412,33 +413,34 @@ class LiveLoop:
     @classmethod
     def of(cls, model: nn.Module) -> LiveLoop | None:
         """The loop that is attached to a model, or None."""
-        reference = _attached.get(model)
-        return None if reference is None else reference()
+        known = _attached.get(id(model))
+        return known[1]() if known is not None and known[0]() is model else None
 
     def control_together(self, models: Mapping[str, nn.Module]) -> None:
-        """Control several models, the one it was made of among them, as the parts of one; before anything was requested.
+        """Control models, the one it was made of among them, without keeping them alive; before anything was requested.
 
         Parameters
         ----------
         models
-            By name, which comes before the names of their layers.
+            By name. Where they are several they are the parts of one, and their names come before those of their layers.
         """
-        self._model = together = Together(models)
-        with self._lock:
-            self._checkpointing = Checkpointing(together)
-            self._layers = self._checkpointing.layers
-            self._queue = RequestQueue(self.device, self._support, self._checkpointing)
-        self._meter.watch(together)
-        self._module_ids = {id(module) for module in together.modules()}
-        self._optimizer_steps.clear()
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
-        self._finalizer.atexit = False
         for model in models.values():
             other = LiveLoop.of(model)
             if other is not None and other is not self:
                 other.close()
-            _attached[model] = weakref.ref(self)
+            _attach(model, self)
+        with self._lock:
+            self._held = Watched(models)
+            self._checkpointing.watch(self._held)
+            self._layers = self._checkpointing.layers
+        self._meter.watch(self._held)
+        self._module_ids = self._ids_now()
+        self._optimizer_steps.clear()
+
+    @property
+    def model_is_gone(self) -> bool:
+        """Whether the user has let go of the model."""
+        return not self._closed and self._held() is None
 
     def found(self, **settings: Any) -> None:
         """The user's own loop has these settings: they are in force where no request has overridden them; no event."""
@@ -492,7 +494,7 @@ class LiveLoop:
         """
         if self._open is None and self._watch_forwards:
             return tensors  # of another model
-        self._begin()
+        self._begin(trains=True)
         step = self._open
         if step is None or not self._owner_is_here() or (step.scaler_used and not step.scaling_added):
             return tensors
@@ -516,10 +518,17 @@ class LiveLoop:
 
     def owns(self, module: nn.Module) -> bool:
         """Whether it is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
+        if self._held.has_lost_some():  # the ids of a model that was freed come again
+            self._module_ids = self._ids_now()
         if id(module) in self._module_ids:
             return True
-        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-        return inner is not None and id(inner) in self._module_ids
+        inside = module.__dict__.get("_modules", {})  # not by getattr: it may be the user's own property
+        return any(id(inside[name]) in self._module_ids for name in ("_orig_mod", "module") if name in inside)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model, as long as it is there."""
+        model = self._model
+        return [] if model is None else list(nn.Module.parameters(model))
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's steps count as the model's."""
@@ -544,7 +553,7 @@ class LiveLoop:
     # ---- told by the scaler (ScalerListener) ------------------------------------------------------------------------
 
     def scaling(self, outputs: object) -> None:
-        self._begin()
+        self._begin(trains=True)
         if self._open is not None:
             self._open.trained = self._open.scaler_used = True
         if isinstance(outputs, torch.Tensor):
@@ -555,7 +564,7 @@ class LiveLoop:
                     self._add_loss(output)
 
     def stepping(self) -> None:
-        self._begin()
+        self._begin(trains=True)
         if self._open is not None:
             self._open.scaler_used = True
 
@@ -569,7 +578,8 @@ class LiveLoop:
             self.record_event("applied", describe_changes(changes), **changes, source="scaler")
 
     def parameter_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        names = {} if self._model is None else {id(p): name for name, p in self._model.named_parameters()}
+        model = self._model
+        names = {} if model is None else {id(p): name for name, p in nn.Module.named_parameters(model)}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters)]
 
@@ -585,7 +595,7 @@ class LiveLoop:
                 self._open.inferred = True
             return
         self._begin()
-        if self._open is not None and self._owner_is_here():
+        if self._open is not None and self._open.thread == threading.get_ident():
             self._open.trained = True
             self._hooks.disarm_forward()
 
@@ -602,14 +612,37 @@ class LiveLoop:
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, *, by_autocast: bool = False) -> None:
-        if self._open is not None:
-            if not self._optimizer_steps.awaits_more or not self._owner_is_here():
-                return
-            self._complete()
+    def _begin(self, *, by_autocast: bool = False, trains: bool = False) -> None:
+        """Begin a step, unless one is in progress.
+
+        Parameters
+        ----------
+        by_autocast
+            An autocast region is entered, which alone makes no step.
+        trains
+            What happens belongs to training. A forward pass on another thread than the one that trains does not.
+        """
+        step = self._open
+        if step is not None and not (trains or self._optimizer_steps.awaits_more):
+            return  # hot
         if self._closed or not self._owner_is_here():
             return
-        self._apply_queue()
+        with self._step_lock:
+            self._begin_on(threading.get_ident(), by_autocast, trains)
+
+    def _begin_on(self, thread: int, by_autocast: bool, trains: bool) -> None:
+        elsewhere = self._trainer not in (None, thread) and _is_alive(self._trainer)
+        if self._open is not None:
+            if trains and self._open.thread != thread:
+                self.abandon_step()  # another thread's forward pass, which was none of training
+            elif self._optimizer_steps.awaits_more and not elsewhere:
+                self._complete()
+            else:
+                return
+        elif elsewhere and not trains:
+            return
+        if not elsewhere:  # else this step has begun before, unnoticed
+            self._apply_queue()
         if not by_autocast:
             self._hooks.disarm_forward()
         measured = self.memory_every > 0 and self._step % self.memory_every == 0
@@ -617,7 +650,9 @@ class LiveLoop:
             self._meter.begin()
         begun_s = self._clock()
         self._note_heard(begun_s)
-        self._open = _OpenStep(by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device))
+        self._open = _OpenStep(
+            thread=thread, by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device)
+        )
 
     def _complete(self) -> None:
         """End a step that the optimizers have made."""
@@ -629,7 +664,20 @@ class LiveLoop:
     def _end(self, scaled: ScaledStep) -> None:
         if self._closed or not self._owner_is_here():
             return
+        with self._step_lock:
+            self._record(scaled)
+        self._arm()
+        self._journal.write(wait=False)
+        self.at_boundary = True
+        try:
+            for listener in tuple(self.on_boundary):
+                listener()
+        finally:
+            self.at_boundary = False
+
+    def _record(self, scaled: ScaledStep) -> None:
         opened, self._open = self._open, None
+        self._trainer = threading.get_ident()
         now_s = self._clock()
         self._note_heard(now_s)
         self._optimizer_steps.ended()
@@ -654,14 +702,6 @@ class LiveLoop:
         self._step += 1
         if not self.has_users_scaler:  # whose scale the user may compare with that of before update()
             self._apply_queue()
-        self._arm()
-        self._journal.write(wait=False)
-        self.at_boundary = True
-        try:
-            for listener in tuple(self.on_boundary):
-                listener()
-        finally:
-            self.at_boundary = False
 
     def _note_heard(self, now_s: float) -> None:
         if self._owner is None:
@@ -679,6 +719,14 @@ class LiveLoop:
             step.loss = value
         else:
             step.loss = step.loss.float() + value.to(step.loss.device, non_blocking=True)
+
+    @property
+    def _model(self) -> nn.Module | None:
+        return self._held()
+
+    def _ids_now(self) -> set[int]:
+        model = self._model
+        return set() if model is None else {id(module) for module in model.modules()}
 
     def _owner_is_here(self) -> bool:
         return self._owner is None or self._owner == threading.get_ident()
@@ -750,16 +798,22 @@ _SCALING = {"autocast", "scaling"}
 _QUIET_S = 3.0
 _QUIET_STEPS = 5
 
-_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LiveLoop]] = weakref.WeakKeyDictionary()
+_attached: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[LiveLoop]]] = {}  # by id: a user's __eq__ may do anything
+
+
+def _attach(model: nn.Module, loop: LiveLoop) -> None:
+    key = id(model)
+    _attached[key] = (weakref.ref(model, lambda _: _attached.pop(key, None)), weakref.ref(loop))
 
 
 class _OpenStep:
     __slots__ = (
-        "autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "scaling_added", "timer",
-        "trained",
+        "autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "scaling_added", "thread",
+        "timer", "trained",
     )  # fmt: skip
 
-    def __init__(self, *, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
+    def __init__(self, *, thread: int, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
+        self.thread = thread
         self.by_autocast = by_autocast
         self.measured = measured
         self.begun_s = begun_s
@@ -770,6 +824,11 @@ class _OpenStep:
         self.scaler_used = False
         self.scaling_added = False
         self.loss: torch.Tensor | None = None
+
+
+def _is_alive(thread: int | None) -> bool:
+    """Whether a thread, by its identity, has not ended."""
+    return any(other.ident == thread for other in threading.enumerate())
 
 
 def _autograd_nodes() -> int:

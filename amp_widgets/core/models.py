@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ def devices_of(model: nn.Module) -> list[torch.device]:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model: got a {type(model).__name__}, expected a torch.nn.Module; AmpSession(model, optimizer)")
-    parameters = list(model.parameters())
+    parameters = list(nn.Module.parameters(model))
     if not parameters:
         raise ModelError(f"model: got a {type(model).__name__} without parameters, expected a model to train")
     devices = list(dict.fromkeys(p.device for p in parameters))
@@ -39,7 +40,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     ModelError
         When one has none.
     """
-    ids = {id(p) for p in model.parameters()}
+    ids = {id(p) for p in nn.Module.parameters(model)}  # the class's own: users override it, to group parameters
     for optimizer in optimizers:
         if not isinstance(getattr(optimizer, "param_groups", None), list):
             raise ModelError(f"optimizer: got a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
@@ -49,6 +50,54 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                 f"optimizer: got a {type(optimizer).__name__} with {len(theirs)} parameters, none of them the model's, "
                 "expected one made with model.parameters(). Was the model replaced or copied after the optimizer was made?"
             )
+
+
+class Held:
+    """The model of a loop, kept alive until `let_go`; called, it gives the model, or None."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: nn.Module | None = model
+
+    def __call__(self) -> nn.Module | None:
+        return self._model
+
+    def let_go(self) -> None:
+        """Forget it."""
+        self._model = None
+
+    def has_lost_some(self) -> bool:
+        """Whether a model has been freed since this was last asked."""
+        return False
+
+
+class Watched(Held):
+    """The models of a loop, which are freed when the user lets go of them.
+
+    Parameters
+    ----------
+    models
+        By name; several are the parts of one, which is made anew each time it is asked for.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._references = {name: weakref.ref(model, self._note) for name, model in models.items()}
+        self._lost = False
+
+    def __call__(self) -> nn.Module | None:
+        models = {name: model for name, reference in self._references.items() if (model := reference()) is not None}
+        if not models:
+            return None
+        return Together(models) if len(self._references) > 1 else next(iter(models.values()))
+
+    def let_go(self) -> None:
+        self._references = {}
+
+    def has_lost_some(self) -> bool:
+        lost, self._lost = self._lost, False
+        return lost
+
+    def _note(self, reference: weakref.ref[nn.Module]) -> None:
+        self._lost = True
 
 
 class Together(nn.Module):

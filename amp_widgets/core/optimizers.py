@@ -34,7 +34,7 @@ class OptimizerSteps:
             return any(optimizer is ours for ours in self.given)
         known = self._known.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
-            ids = set() if model is None else {id(p) for p in model.parameters()}
+            ids = set() if model is None else {id(p) for p in nn.Module.parameters(model)}
             ours = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
             known = self._known[id(optimizer)] = (weakref.ref(optimizer), ours)
         return known[1]

@@ -33,7 +33,7 @@ def meter_for(model: nn.Module, optimizers: Iterable[Optimizer], *, reset_peak: 
     MemoryMeter
         One that measures nothing, and says why, where the device or the model does not allow it.
     """
-    devices = {tensor.device for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    devices = {tensor.device for tensors in (nn.Module.parameters(model), nn.Module.buffers(model)) for tensor in tensors}
     kinds = {device.type for device in devices}
     others = sorted(str(device) for device in devices if device.type not in ("cpu", "cuda"))
     if others:

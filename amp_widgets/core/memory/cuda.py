@@ -65,7 +65,7 @@ class CudaMeter:
         """Sum over the devices of each one's highest peak so far, whoever reset the counter; NaN before there is one."""
         return math.fsum(self._highest.values()) if self._highest else math.nan
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Nothing to do: the counters are the devices'."""
 
     def begin(self) -> None:

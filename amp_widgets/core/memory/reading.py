@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -74,8 +74,8 @@ class MemoryMeter(Protocol):
     def unmeasured_because(self) -> str | None:
         """Why the last step that was to be measured and was not; None when there is none."""
 
-    def watch(self, model: nn.Module) -> None:
-        """Measure the steps of this model from the next one on; it is on the same devices."""
+    def watch(self, model: Callable[[], nn.Module | None]) -> None:
+        """Measure the steps of this model from the next one on; it is on the same devices. It is asked for at each step."""
 
     def begin(self) -> None:
         """Start of a step, on the training thread. A step that was not ended is abandoned."""
@@ -105,7 +105,7 @@ class NoMeter:
         self.overall_peak_bytes = math.nan
         self.unmeasured_because: str | None = None
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Do nothing."""
 
     def begin(self) -> None:

@@ -32,8 +32,8 @@ class LiveStorages:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._known: dict[int, _Reference] = {}
-        self._freed: deque[_Reference] = deque()
+        self._known: dict[int, Reference] = {}
+        self._freed: deque[Reference] = deque()
 
     def settle(self) -> None:
         """Take off what was freed."""
@@ -61,9 +61,8 @@ class LiveStorages:
                 if reference is None:
                     self._add(storage)
                 elif reference.nbytes != (nbytes := storage.nbytes()):  # resize_, or out= of another shape
-                    self.bytes += nbytes - reference.nbytes
-                    reference.nbytes = nbytes
-            elif kind in _NO_TENSORS:
+                    self._resize(reference, nbytes)
+            elif kind in NO_TENSORS:
                 continue
             elif kind is list or kind is tuple:
                 self.see(*value)
@@ -92,15 +91,19 @@ class LiveStorages:
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type != "cpu":  # other devices; also fake tensors, whose storage is on "meta"
             return
-        reference = _Reference(storage, self._freed.append)
+        reference = Reference(storage, self._freed.append)
         reference.key = key = id(storage)
         reference.nbytes = nbytes = storage.nbytes()
         self._known[key] = reference
         self.bytes += nbytes
 
+    def _resize(self, reference: Reference, nbytes: int) -> None:
+        self.bytes += nbytes - reference.nbytes
+        reference.nbytes = nbytes
+
     def _see_unusual(self, tensor: Tensor) -> None:
         try:
-            storages = list(_storages_of(tensor))
+            storages = list(storages_of(tensor))
         except Exception:  # a foreign subclass may do anything here; what cannot be read is not counted
             return
         for storage in storages:
@@ -108,7 +111,7 @@ class LiveStorages:
                 self._add(storage)
 
 
-class _Reference(weakref.ref[torch.UntypedStorage]):
+class Reference(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows what to take off when it dies."""
 
     __slots__ = ("key", "nbytes")
@@ -116,16 +119,16 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
-_NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
-def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):
-                yield from _storages_of(inner)
+                yield from storages_of(inner)
         return
     layout = tensor.layout
     with torch.no_grad():

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_widgets.core.memory.cpu import PAUSE_S, CpuMeter, _StepMode
+from amp_widgets.core.memory.cpu import CpuMeter
+from amp_widgets.core.memory.step_mode import PAUSE_S, StepMode
 
 
 @pytest.fixture
@@ -393,7 +394,7 @@ class TestCompiled:
         meter.begin()
         compiled(torch.zeros(3))
         meter.end()
-        assert _debug_get_cache_entry_list(_StepMode.__torch_dispatch__.__code__) == []
+        assert _debug_get_cache_entry_list(StepMode.__torch_dispatch__.__code__) == []
         torch._dynamo.reset()
 
     def test_a_hook_of_the_user_stays(self, meter: CpuMeter) -> None:

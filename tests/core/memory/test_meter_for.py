@@ -21,11 +21,11 @@ class On(nn.Module):
         super().__init__()
         self.on = (parameter, buffer)
 
-    def parameters(self, recurse: bool = True) -> Any:
-        return iter([_Claim(self.on[0])] if self.on[0] else [])
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("p", _Claim(self.on[0]))] if self.on[0] else [])
 
-    def buffers(self, recurse: bool = True) -> Any:
-        return iter([_Claim(self.on[1])] if self.on[1] else [])
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("b", _Claim(self.on[1]))] if self.on[1] else [])
 
 
 class _Claim:

@@ -1,0 +1,280 @@
+"""What a profiled step says: its memory point by point, by kind and by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
+"""What memory is for, in the order of the columns of `StepProfile.bytes_by_kind`; in a stacked picture the first is lowest."""
+PHASES = ("forward", "loss", "backward", "recompute", "optimizer", "zero_grad", "other")
+"""The parts of a step. Recompute interrupts backward."""
+MOST_POINTS = 4000
+"""A profile has about so many points at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A part of a step: the points from `start` up to, not including, `stop`. A step's phases follow each other without a gap."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProfile:
+    """One layer in a profiled step; all numbers include the layers inside it.
+
+    Attributes
+    ----------
+    name, type
+        Its dotted name in the model, and the name of its class.
+    parameter_bytes
+        Of its parameters, each once.
+    activation_bytes
+        Of the activations that were made within it and are alive when the forward pass ends, which are held for the backward
+        pass. With several forward passes in the step, at the end of the one that holds most.
+    output_bytes
+        Of the storages of its outputs, in its last call.
+    forward_s, backward_s, recompute_s
+        Seconds, the measuring included, over all calls; NaN where it was not called, or had no part in a backward pass.
+    calls
+        Of its forward, those of a recompute not counted.
+    dtype
+        Of the numbers it computed: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"mixed"``; nothing where it ran no op.
+    checkpointed
+        Whether it was switched on, or was recomputed by the user's own checkpointing.
+    """
+
+    name: str
+    type: str
+    parameter_bytes: int
+    activation_bytes: int
+    output_bytes: int
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    calls: int
+    dtype: str
+    checkpointed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepProfile:
+    """The memory within one step: live bytes after each op that changed them, by kind, and who made them.
+
+    Attributes
+    ----------
+    label
+        For people, such as ``"fp16 + 4 layers checkpointed"``.
+    step
+        Its number in the history; -1 for a step of its own.
+    device, source
+        What was measured, and how: a sentence.
+    bytes_by_kind
+        Live bytes after each point, int64, shape (points, len(KINDS)); read only, like the other arrays.
+    time_s
+        Seconds since the step began, float64, shape (points,).
+    layer_index, operator_index
+        Of each point, positions in `layer_names` and `operator_names`; -1 for none. int32, shape (points,).
+    layer_names, operator_names
+        Such as ``"layers.3.mlp"`` and ``"aten::mm"``.
+    phases
+        Of the whole step.
+    layers
+        Every layer of the model, in its order.
+    peak_by_layer
+        At the peak: layer → kind → bytes; ``""`` is what belongs to no layer. Layers do *not* include the layers inside them
+        here: the bytes add up to the peak.
+    notes
+        What should be known of these numbers: sentences.
+    """
+
+    label: str
+    step: int
+    device: str
+    source: str
+    bytes_by_kind: npt.NDArray[np.int64]
+    time_s: npt.NDArray[np.float64]
+    layer_index: npt.NDArray[np.int32]
+    operator_index: npt.NDArray[np.int32]
+    layer_names: tuple[str, ...]
+    operator_names: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    layers: tuple[LayerProfile, ...]
+    peak_by_layer: Mapping[str, Mapping[str, int]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> npt.NDArray[np.int64]:
+        """Live bytes after each point, shape (points,)."""
+        return np.asarray(self.bytes_by_kind.sum(axis=1), dtype=np.int64)
+
+    @property
+    def peak_point(self) -> int:
+        """The first point with the most bytes."""
+        return int(self.total_bytes.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at one time."""
+        return int(self.total_bytes.max())
+
+    @property
+    def peak_bytes_by_kind(self) -> dict[str, int]:
+        """What the peak is made of, by kind."""
+        return dict(zip(KINDS, map(int, self.bytes_by_kind[self.peak_point]), strict=True))
+
+    @property
+    def peak_bytes_by_layer(self) -> dict[str, int]:
+        """What the peak is made of, by layer, the largest first; ``""`` is what belongs to no layer."""
+        sums = {layer: sum(kinds.values()) for layer, kinds in self.peak_by_layer.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    @property
+    def peak_where(self) -> str:
+        """Where the peak was, such as ``in the backward pass of layers.3.mlp (aten::mm)``; not escaped."""
+        return self.where(self.peak_point)
+
+    def where(self, point: int) -> str:
+        """Where in the step a point is, for people; not escaped."""
+        if point == 0:
+            return "at the start of the step"
+        phase = next((phase.name for phase in self.phases if phase.start <= point < phase.stop), "other")
+        layer = _named(self.layer_names, int(self.layer_index[point]))
+        operator = _named(self.operator_names, int(self.operator_index[point]))
+        return f"in {_IN_WORDS[phase]}{f' of {layer}' if layer else ''}{f' ({operator})' if operator else ''}"
+
+    def layer(self, name: str) -> LayerProfile:
+        """The layer of that name.
+
+        Raises
+        ------
+        KeyError
+            When there is none.
+        """
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)
+
+    def difference_text(self, other: StepProfile) -> str:
+        """What became of the peak from this step to the other, in bytes and per cent.
+
+        Returns
+        -------
+        str
+            Such as ``fp32 → bf16: peak 185.1 MB → 104.4 MB, 80.7 MB less (-43.6 %)``; not escaped.
+        """
+        before, after = self.peak_bytes, other.peak_bytes
+        what = f"{self.label} → {other.label}: peak {memory_text(before)} → {memory_text(after)}, "
+        if before == after:
+            return f"{what}the same"
+        share = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
+        return f"{what}{memory_text(abs(after - before))} {'more' if after > before else 'less'}{share}"
+
+    def __repr__(self) -> str:
+        return (
+            f"<StepProfile {self.label!r}: peak {memory_text(self.peak_bytes)} {self.peak_where}; "
+            f"{', '.join(f'{kind} {memory_text(size)}' for kind, size in self.peak_bytes_by_kind.items() if size)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        kinds = [(kind, size) for kind, size in self.peak_bytes_by_kind.items() if size]
+        layers = list(self.peak_bytes_by_layer.items())
+        more = len(layers) - _LAYERS_SHOWN
+        shown = [(name or "outside of any layer", size) for name, size in layers[:_LAYERS_SHOWN]]
+        if more > 0:
+            shown.append((f"{more} more", sum(size for _, size in layers[_LAYERS_SHOWN:])))
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return (
+            f"<div><b>{html.escape(self.label)}</b>: peak <b>{memory_text(self.peak_bytes)}</b> {html.escape(self.peak_where)}"
+            f'<div style="display:flex;gap:2em;align-items:flex-start">'
+            f"{_table('at the peak', kinds, self.peak_bytes)}{_table('layer', shown, self.peak_bytes)}</div>"
+            f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
+        )
+
+
+def memory_text(size_bytes: float) -> str:
+    """Bytes with one decimal, fit to be compared.
+
+    >>> memory_text(104_390_000), memory_text(950), memory_text(0)
+    ('104.4 MB', '950 B', '0 B')
+    """
+    if abs(size_bytes) < 1000:
+        return f"{size_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size_bytes /= 1000
+        if abs(size_bytes) < 999.95 or unit == "TB":
+            break
+    return f"{size_bytes:,.1f} {unit}"
+
+
+def phases_of(names: Sequence[str]) -> tuple[Phase, ...]:
+    """The phase of each point → the phases: stretches of the same name."""
+    starts = [point for point, name in enumerate(names) if point == 0 or names[point - 1] != name]
+    stops = [*starts[1:], len(names)] if starts else []
+    return tuple(Phase(name=names[start], start=start, stop=stop) for start, stop in zip(starts, stops, strict=True))
+
+
+def points_kept(
+    bytes_by_kind: npt.NDArray[np.int64], phases: Iterable[Phase], *, most: int = MOST_POINTS
+) -> npt.NDArray[np.intp]:
+    """Which points are enough to draw a step: all, if they are few.
+
+    Returns
+    -------
+    ndarray
+        Indices of points in ascending order: the first and the last of each phase, the peak, and for the rest the lowest and
+        the highest total of every stretch of equal length, so that no summit or valley is cut off.
+    """
+    points = len(bytes_by_kind)
+    if points <= most:
+        return np.arange(points)
+    total = bytes_by_kind.sum(axis=1)
+    edges = {edge for phase in phases for edge in (phase.start, phase.stop - 1)}
+    keep = {0, points - 1, int(total.argmax()), *edges}
+    stretches = max(1, (most - len(keep)) // 2)
+    bounds = np.linspace(0, points, stretches + 1).astype(int)
+    for start, stop in itertools.pairwise(bounds):
+        if stop > start:
+            keep.add(int(start + total[start:stop].argmin()))
+            keep.add(int(start + total[start:stop].argmax()))
+    return np.array(sorted(keep), dtype=np.intp)
+
+
+def frozen_sums(sums: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+    """`sums` such that nobody changes it."""
+    return MappingProxyType({name: MappingProxyType(dict(inner)) for name, inner in sums.items()})
+
+
+_IN_WORDS = {
+    "forward": "the forward pass",
+    "loss": "the loss",
+    "backward": "the backward pass",
+    "recompute": "the recompute",
+    "optimizer": "the optimizer step",
+    "zero_grad": "zero_grad",
+    "other": "the rest of the step",
+}
+_LAYERS_SHOWN = 10
+
+
+def _named(names: Sequence[str], index: int) -> str:
+    return names[index] if 0 <= index < len(names) else ""
+
+
+def _table(title: str, rows: Iterable[tuple[str, int]], whole: int) -> str:
+    body = "".join(
+        f'<tr><td style="text-align:left">{html.escape(name)}</td><td>{memory_text(size)}</td>'
+        f"<td>{100 * size / whole if whole else 0:.1f} %</td></tr>"
+        for name, size in rows
+    )
+    return f'<table><tr><th style="text-align:left">{html.escape(title)}</th><th></th><th></th></tr>{body}</table>'

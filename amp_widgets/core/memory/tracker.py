@@ -1,0 +1,518 @@
+"""Profiles one step on a CPU: the live bytes after each op, by kind and by layer, without leaving a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd import Variable
+from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from amp_widgets.core.checkpointing import Checkpointing
+from amp_widgets.core.layers import inner_model, named_layers
+from amp_widgets.core.memory.compiled import is_compiled
+from amp_widgets.core.memory.lives import (
+    ACTIVATION,
+    BUFFER,
+    GRADIENT,
+    NO_GRAD_FORWARD,
+    NO_GRAD_LOSS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETER,
+    RECOMPUTE,
+    TEMPORARY,
+    RecordedStorages,
+)
+from amp_widgets.core.memory.profile import PHASES
+from amp_widgets.core.memory.step_mode import ITEM, PAUSE_S, StepMode, item
+from amp_widgets.core.memory.step_record import NO_LAYER, LayerFacts, StepRecord
+from amp_widgets.core.memory.storages import storages_of
+
+_FORWARD, _LOSS, _BACKWARD, _RECOMPUTE, _OPTIMIZER, _ZERO_GRAD, _OTHER = range(len(PHASES))
+"""Positions in `PHASES`."""
+
+
+class StepTracker(StepMode):
+    """Counts like `StepMode`, and writes down what changed at which op, in which phase and layer.
+
+    Layers are followed by two global module hooks, which are there for this step alone. Ops of the backward pass belong to
+    the layer in which the graph's node was made, told by torch's own numbers of nodes; no hook is put on a tensor or a
+    parameter. That a storage is a gradient or an optimizer's state is seen when the pass or the step is over; it then
+    counts as that from its birth on. An optimizer's step is recognised on the call stack.
+
+    Parameters
+    ----------
+    model
+        Whose layers are told apart; only weakly referenced, like the optimizers.
+    optimizers
+        Whose state is theirs; if there are none, the ones that are seen to step.
+    storages
+        Where the bytes are counted.
+    clock
+        Seconds.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], storages: RecordedStorages, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(storages, clock)
+        self._recorded = storages
+        self._begun_s = self._last_op_s
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._learns_optimizers = not self._optimizers
+        root = inner_model(model)
+        layers = named_layers(model)
+        self._facts = LayerFacts(layers, Checkpointing(model).active)
+        self._layer_of = {id(module): index for index, module in enumerate(layers.values())}
+        self._layer_of[id(root)] = NO_LAYER
+        self._root = weakref.ref(root)
+        self._modules = [(self._root, NO_LAYER)]
+        self._modules += [(weakref.ref(module), index) for index, module in enumerate(layers.values())]
+        self._handles: list[Any] = []
+
+        self._calls_open: list[tuple[int, int, float]] = []  # of each module being called: its id, layer and when it began
+        self._task = -1  # torch's number of the backward pass in progress
+        self._depth = 0  # how many modules were being called as it began
+        self._creates_graph = False
+        self._outside = _OTHER  # the phase while there is no backward pass
+        self._expects_backward = False
+        self._hops = 0  # how far an optimizer's step was above the last op that it called; 0 where it is not known
+        self._phase = _OTHER  # of the last point
+        self._layer = NO_LAYER  # of the last op of the backward pass
+        self._node_numbers = [torch._C._autograd._get_sequence_nr()]  # from which node on ...
+        self._node_layers = [NO_LAYER]  # ... they belong to which layer
+
+        self._points: list[tuple[float, int, int, Any]] = []  # time, phase, layer, op
+        self._forward_ends: list[int] = []
+        self._layer_of_parameter: dict[int, int] = {}
+        self._dtypes: set[tuple[int, torch.dtype]] = set()
+        self._calls = [0] * len(layers)
+        self._forward_s = [0.0] * len(layers)
+        self._output_bytes = [0] * len(layers)
+        self._recomputed: set[int] = set()
+
+        self._mark_all()
+        self._add_point(_OTHER, NO_LAYER, None, self._begun_s)
+
+    def start(self) -> str | None:
+        """Watch the modules from now on, if no compiled one is being called; why not, else."""
+        called = _modules_being_called()
+        if any(is_compiled(module) for module in called):
+            return "a module that was compiled is being called"
+        for module in called:
+            layer = self._layer_of.get(id(module))
+            if layer is not None:
+                self._call_begins(module, layer)
+        self._handles = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+        ]
+        return None
+
+    def stop(self) -> None:
+        """Count no more, and take off the hooks."""
+        super().stop()
+        self._unhook()
+
+    def finish(self) -> StepRecord:
+        """What was written down, at the end of a step that was left."""
+        storages = self._recorded
+        storages.settle()
+        self._mark_all()
+        now_s = self._clock()
+        self._tell_of_dead_gradients(now_s)
+        self._add_point(self._phase, NO_LAYER, None, now_s)
+        self._modules = []
+        return StepRecord(
+            facts=self._facts,
+            lives=storages.lives,
+            points=self._points,
+            forward_ends=self._forward_ends,
+            dtypes=self._dtypes,
+            calls=self._calls,
+            forward_s=self._forward_s,
+            output_bytes=self._output_bytes,
+            recomputed=self._recomputed,
+        )
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, then count its arguments and results, and say what is new."""
+        now_s = self._clock()
+        if self.over or (now_s - self._last_op_s > PAUSE_S and not self._goes_on()):
+            return self._run_last(func, args, kwargs)
+        self._last_op_s = now_s
+        if func is ITEM and type(args[0]) is Tensor and args[0].is_cpu:
+            return item(args[0])
+        op = func._op if type(func) is OpOverload else func
+        storages = self._recorded
+        out = op(*args, **kwargs) if kwargs else op(*args)
+
+        task = _graph_task()
+        if task != self._task:
+            self._pass_changes(task)
+        if storages._freed:
+            storages.settle()
+        if task != -1:
+            if _grad_enabled() or len(self._calls_open) > self._depth:
+                phase = self._phase_in_backward()
+            else:
+                phase = _BACKWARD
+        else:
+            if storages.dead_gradients:
+                self._tell_of_dead_gradients(now_s)
+            phase = self._outside
+            if phase != _FORWARD or func is _ONES_LIKE:
+                phase = self._phase_by_frame(func)
+
+        storages.see_op((*args, *kwargs.values()) if kwargs else args, out)
+        if func is _DETACH and phase == _BACKWARD:
+            self._note_taken_over(args[0])
+        if storages.changed or phase != self._phase:
+            self._note(func, phase, out)
+        elif phase == _FORWARD and args and out is args[0]:  # in place
+            self._note_dtype(self._calls_open[-1][1], out)
+        if storages.bytes > self.peak_bytes:
+            self.peak_bytes = storages.bytes
+        return out
+
+    # ---- points -----------------------------------------------------------------------------------------------------
+
+    def _add_point(self, phase: int, layer: int, op: Any, time_s: float) -> None:
+        storages = self._recorded
+        self._points.append((time_s - self._begun_s, phase, layer, op))
+        self._phase = phase
+        storages.points += 1
+        storages.changed = storages.others_died = False
+
+    def _note(self, op: Any, phase: int, out: Any) -> None:
+        """Something has changed with an op."""
+        storages = self._recorded
+        layer, kind = NO_LAYER, OTHER
+        if phase == _BACKWARD:
+            layer, kind = self._layer_of_node(), TEMPORARY
+        elif phase == _FORWARD:
+            layer = self._calls_open[-1][1]
+            kind = ACTIVATION if _grad_enabled() else NO_GRAD_FORWARD
+            if storages.fresh and op is not _TO_COPY:
+                self._note_dtype(layer, out)
+        elif phase == _RECOMPUTE:
+            layer, kind = self._layer_recomputed(), RECOMPUTE
+        elif phase == _OPTIMIZER:
+            kind = TEMPORARY
+        elif phase == _LOSS:
+            kind = ACTIVATION if _grad_enabled() else NO_GRAD_LOSS
+        for life in storages.fresh:
+            life.kind = kind
+            life.layer = layer
+        storages.fresh.clear()
+        storages.dead_gradients.clear()
+        self._add_point(phase, layer, op, self._clock())
+
+    def _note_dtype(self, layer: int, out: Any) -> None:
+        if type(out) is tuple and out:
+            out = out[0]
+        if isinstance(out, Tensor):
+            self._dtypes.add((layer, out.dtype))
+
+    def _note_taken_over(self, gradient: Tensor) -> None:
+        """A tensor becomes a leaf's gradient, if it is detached for a leaf; a hook may take it away before the pass is over."""
+        node = torch._C._current_autograd_node()
+        if node is not None and node._sequence_nr() >= _ACCUMULATES:
+            layer = self._layer_of_parameter.get(id(getattr(node, "variable", None)), NO_LAYER)
+            self._recorded.identify(gradient, GRADIENT, layer)
+
+    def _tell_of_dead_gradients(self, now_s: float) -> None:
+        """Make a point of its own of gradients that have died since the last one, outside of a backward pass: zero_grad."""
+        storages = self._recorded
+        gradients = storages.dead_gradients
+        if not gradients:
+            return
+        if storages.others_died:
+            self._add_point(self._phase, NO_LAYER, None, now_s)
+        for life in gradients:
+            life.death = storages.points
+        gradients.clear()
+        self._add_point(_ZERO_GRAD, NO_LAYER, None, now_s)
+
+    # ---- phases -----------------------------------------------------------------------------------------------------
+
+    def _pass_changes(self, task: int) -> None:
+        """A backward pass begins, ends, begins within another, or goes on after that."""
+        if self._task == -1:
+            self._depth = len(self._calls_open)
+            self._layer = NO_LAYER
+            Variable._execution_engine.queue_callback(self._pass_ends)
+        self._task = task
+        if task == -1:
+            self._expects_backward = False
+            self._set_outside()
+        else:
+            # A recompute runs with gradients on; so do all ops if the gradients are to have a graph themselves. In torch's
+            # checkpointing, a recompute has hooks for saved tensors in force.
+            self._creates_graph = (
+                _grad_enabled()
+                and len(self._calls_open) == self._depth
+                and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            )
+
+    def _pass_ends(self) -> None:
+        """Called by torch at the end of an outermost backward pass, before the user goes on."""
+        if self.over or threading.get_ident() != self._thread_id:
+            return
+        storages = self._recorded
+        storages.settle()
+        storages.dead_gradients.clear()
+        self._mark_gradients()
+        if storages.changed:
+            self._add_point(_BACKWARD, NO_LAYER, None, self._clock())
+
+    def _phase_in_backward(self) -> int:
+        if len(self._calls_open) > self._depth:
+            return _RECOMPUTE
+        return _BACKWARD if self._creates_graph else _RECOMPUTE
+
+    def _phase_by_frame(self, op: Any) -> int:
+        """The phase as only the calling code tells it: an optimizer's step, ``zero_grad``, or the very first gradient."""
+        if self._hops and self._outside == _OTHER and not self._learns_optimizers:
+            try:  # from where the op before was called, most often
+                if sys._getframe(self._hops).f_code is _STEP:
+                    return _OPTIMIZER
+            except ValueError:
+                pass
+        self._hops = 0
+        frame: FrameType | None = sys._getframe(2)
+        if op is _ONES_LIKE and frame is not None and frame.f_code is _MAKE_GRADS:
+            self._expects_backward = False
+            self._set_outside()
+            return _BACKWARD
+        hops = 2
+        while frame is not None:
+            code = frame.f_code
+            if code is _ZERO_GRAD_OF_OPTIMIZER or code is _ZERO_GRAD_OF_MODULE:
+                return _ZERO_GRAD
+            if code is _STEP:
+                if self._learns_optimizers:
+                    self._learn(frame.f_locals.get("self"))
+                self._hops = hops
+                return _OPTIMIZER if self._outside == _OTHER else self._outside
+            hops, frame = hops + 1, frame.f_back
+        return self._outside
+
+    def _learn(self, optimizer: Any) -> None:
+        if isinstance(optimizer, Optimizer) and all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _set_outside(self) -> None:
+        self._outside = _FORWARD if self._calls_open else _LOSS if self._expects_backward else _OTHER
+
+    # ---- layers -----------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if is_compiling() or self.over or threading.get_ident() != self._thread_id:
+            return
+        layer = self._layer_of.get(id(module))
+        if layer is not None and (layer != NO_LAYER or module is self._root()):
+            self._call_begins(module, layer)
+        elif is_compiled(module):
+            self._unhook()  # before the compiler sees them
+
+    def _call_begins(self, module: nn.Module, layer: int) -> None:
+        task = _graph_task()
+        if task != self._task:
+            self._pass_changes(task)
+        now_s = self._clock()
+        if task == -1:
+            if not self._calls_open:
+                self._settle_outside(now_s)
+            if layer != NO_LAYER:
+                self._calls[layer] += 1
+        elif len(self._calls_open) == self._depth:
+            self._recomputed.add(layer)
+        self._calls_open.append((id(module), layer, now_s))
+        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._node_layers.append(layer)
+        self._set_outside()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_compiling() or self.over or threading.get_ident() != self._thread_id or id(module) not in self._layer_of:
+            return
+        calls = self._calls_open
+        at = next((at for at in range(len(calls) - 1, -1, -1) if calls[at][0] == id(module)), None)
+        if at is None:
+            return
+        _, layer, begun_s = calls[at]
+        del calls[at:]
+        now_s = self._clock()
+        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._node_layers.append(calls[-1][1] if calls else NO_LAYER)
+        if _graph_task() == -1:
+            if layer != NO_LAYER:
+                self._forward_s[layer] += now_s - begun_s
+                self._output_bytes[layer] = _bytes_of(output)
+            if not calls:
+                self._expects_backward = _grad_enabled()
+                self._settle_outside(now_s)
+                self._add_point(_FORWARD, NO_LAYER, None, now_s)
+                self._forward_ends.append(self._recorded.points - 1)
+        self._set_outside()
+
+    def _settle_outside(self, now_s: float) -> None:
+        storages = self._recorded
+        storages.settle()
+        self._tell_of_dead_gradients(now_s)
+        if storages.changed:
+            self._add_point(self._phase, NO_LAYER, None, now_s)
+
+    def _layer_of_node(self) -> int:
+        """In which layer the node of the graph was made that is being worked off."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return NO_LAYER
+        number = node._sequence_nr()
+        if number < _ACCUMULATES:
+            at = bisect_right(self._node_numbers, number) - 1
+            self._layer = self._node_layers[at] if at >= 0 else NO_LAYER
+        else:  # a leaf's has no number: it belongs to the node before it
+            leaf: Tensor | None = getattr(node, "variable", None)
+            if leaf is not None and leaf.grad is not None:
+                self._recorded.identify(leaf.grad, GRADIENT, self._layer_of_parameter.get(id(leaf), NO_LAYER))
+        return self._layer
+
+    def _layer_recomputed(self) -> int:
+        if len(self._calls_open) > self._depth:
+            return self._calls_open[-1][1]
+        # Of a layer that was switched on, only what it calls is seen in the recompute.
+        layer = self._layer_of_node()
+        return self._facts.checkpointed_around[layer] if layer != NO_LAYER else NO_LAYER
+
+    def _unhook(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    # ---- kinds ------------------------------------------------------------------------------------------------------
+
+    def _mark_all(self) -> None:
+        """Say which storages are parameters, buffers, gradients and optimizer state."""
+        identify = self._recorded.identify
+        layer_of_parameter = self._layer_of_parameter
+        layer_of_parameter.clear()
+        tensor: Tensor | None
+        with torch._C.DisableTorchFunction():
+            for reference, layer in self._modules:
+                module = reference()
+                if module is None:
+                    continue
+                for tensor in module._parameters.values():
+                    if tensor is not None:
+                        layer_of_parameter.setdefault(id(tensor), layer)
+                        identify(tensor, PARAMETER, layer)
+                for tensor in module._buffers.values():
+                    if tensor is not None:
+                        identify(tensor, BUFFER, layer)
+            self._mark_gradients()
+            for reference_to_optimizer in self._optimizers:
+                optimizer = reference_to_optimizer()
+                if optimizer is None:
+                    continue
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if id(parameter) not in layer_of_parameter and parameter.is_leaf:  # not the model's, but optimized
+                            identify(parameter, PARAMETER, NO_LAYER)
+                            if parameter.grad is not None:
+                                identify(parameter.grad, GRADIENT, NO_LAYER)
+                for parameter, state in optimizer.state.items():
+                    self._mark_inside(state, OPTIMIZER, layer_of_parameter.get(id(parameter), NO_LAYER))
+
+    def _mark_gradients(self) -> None:
+        identify = self._recorded.identify
+        with torch._C.DisableTorchFunction():
+            for reference, layer in self._modules:
+                module = reference()
+                if module is None:
+                    continue
+                for tensors in (module._parameters, module._buffers):
+                    for tensor in tensors.values():
+                        if tensor is not None and tensor.is_leaf and tensor.grad is not None:
+                            identify(tensor.grad, GRADIENT, layer)
+
+    def _mark_inside(self, value: Any, kind: int, layer: int) -> None:
+        if isinstance(value, Tensor):
+            self._recorded.identify(value, kind, layer)
+        elif isinstance(value, dict):
+            for inner in value.values():
+                self._mark_inside(inner, kind, layer)
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                self._mark_inside(inner, kind, layer)
+
+
+_ACCUMULATES = 2**63
+_graph_task = torch._C._current_graph_task_id
+_grad_enabled = torch.is_grad_enabled
+_ONES_LIKE = torch.ops.aten.ones_like.default
+_DETACH = torch.ops.aten.detach.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_MAKE_GRADS = torch.autograd._make_grads.__code__
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of torch's wrapper around every optimizer's ``step``."""
+_ZERO_GRAD_OF_OPTIMIZER = inspect.unwrap(Optimizer.zero_grad).__code__
+_ZERO_GRAD_OF_MODULE = nn.Module.zero_grad.__code__
+_CALL = nn.Module._call_impl.__code__
+
+
+def _modules_being_called() -> list[nn.Module]:
+    """Modules on this thread's call stack, the outermost first."""
+    modules = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                modules.append(module)
+        frame = frame.f_back
+    return modules[::-1]
+
+
+def _bytes_of(output: Any) -> int:
+    """Of the storages of the tensors in an output, each once."""
+    if type(output) is Tensor:
+        try:
+            return output.untyped_storage().nbytes()
+        except NotImplementedError:  # sparse
+            pass
+    sizes: dict[int, int] = {}
+    _add_sizes(output, sizes)
+    return sum(sizes.values())
+
+
+def _add_sizes(value: Any, sizes: dict[int, int]) -> None:
+    if isinstance(value, Tensor):
+        try:
+            sizes.update((id(storage), storage.nbytes()) for storage in storages_of(value))
+        except Exception:  # a foreign subclass may do anything
+            return
+    elif isinstance(value, dict):
+        for inner in value.values():
+            _add_sizes(inner, sizes)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _add_sizes(inner, sizes)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _add_sizes(getattr(value, field.name, None), sizes)
