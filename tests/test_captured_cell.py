@@ -359,7 +359,7 @@ def test_interrupts_at_any_moment_leave_nothing_patched(kernel: Kernel) -> None:
         time.sleep(0.05)
         kernel.manager.interrupt_kernel()
         cell = kernel.wait(message_id)
-        assert cell.error is not None
+        assert cell.status == "error"  # IPython itself fails to format a traceback now and then, when it was within a C call
         assert kernel.value("patchable() == before") is True
 
 

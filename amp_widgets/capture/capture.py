@@ -268,7 +268,10 @@ class Capture:
         if torch._C._current_graph_task_id() != -1:
             self._steps_in_backward = True  # and with gradients that would still be scaled
             return
-        self._meet_optimizer(optimizer)
+        try:
+            self._meet_optimizer(optimizer)
+        except Exception as error:  # as in `_loop_of`
+            self.why_not = f"{type(error).__name__}: {error}"
         loop = self._loop()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._in_closure = callable(closure)  # its backward passes come too late for a step to be skipped
@@ -294,13 +297,14 @@ class Capture:
 
     def _loop(self) -> LiveLoop | None:
         loop = self.session
+        if loop is not None and loop.model_is_gone:
+            self._end()
+            return None
         return None if loop is None or loop.closed or self._leave_alone else loop
 
     def _loop_of(self, module: nn.Module) -> LiveLoop | None:
         """The loop that a module called by the code belongs to; nothing that goes wrong in finding out is the code's affair."""
         try:
-            if self.session is not None and self.session.model_is_gone:
-                self._end()
             loop = self._loop()
             if loop is None:
                 loop = self._discover(module)

@@ -440,7 +440,7 @@ class LiveLoop:
     @property
     def model_is_gone(self) -> bool:
         """Whether the user has let go of the model."""
-        return not self._closed and self._held() is None
+        return not self._closed and self._held.is_gone()
 
     def found(self, **settings: Any) -> None:
         """The user's own loop has these settings: they are in force where no request has overridden them; no event."""

@@ -65,6 +65,10 @@ class Held:
         """Forget it."""
         self._model = None
 
+    def is_gone(self) -> bool:
+        """Whether there is none any more."""
+        return self._model is None
+
     def has_lost_some(self) -> bool:
         """Whether a model has been freed since this was last asked."""
         return False
@@ -91,6 +95,9 @@ class Watched(Held):
 
     def let_go(self) -> None:
         self._references = {}
+
+    def is_gone(self) -> bool:
+        return all(reference() is None for reference in self._references.values())
 
     def has_lost_some(self) -> bool:
         lost, self._lost = self._lost, False

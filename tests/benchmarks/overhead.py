@@ -1,12 +1,15 @@
 """What a session costs a training step, as ratios measured in one run: python tests/benchmarks/overhead.py [--steps N]
 
-Variants take turns block by block, so that a machine that slows down slows all of them; the ratio is of medians. It never
-fails on a time. The page's own share is not in here: no browser is open.
+Variants take turns block by block, so that a machine that slows down slows all of them; the ratio is of medians. The first
+two steps of a block are not counted, as `%%amp` begins anew in each and learns in them what the loop has. It never fails on a
+time. The page's own share is not in here: no browser is open.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
 import subprocess
 import sys
@@ -18,18 +21,24 @@ import torch
 from torch import nn
 
 import amp_widgets as aw
+from amp_widgets.capture.capture import Capture
 from amp_widgets.session import AmpSession
 
 BLOCKS = 10
+UNCOUNTED = 2
 
 
 class Variant:
-    """One way to run the classic step of a demo, on a model of its own."""
+    """One way to run the classic step of a demo, on a model of its own.
+
+    Attached, the step uses the session's drop-ins. Captured, it is the bare loop, run as the `%%amp` magic runs a cell.
+    """
 
     def __init__(
-        self, demo: str, name: str, *, attach: bool, memory_every: int = 0, view: bool = False, autocast: str = "fp32"
+        self, demo: str, name: str, *, attach: bool = False, capture: bool = False, memory_every: int = 0, view: bool = False
     ) -> None:
         self.name = name
+        self._make_captured = functools.partial(AmpSession, memory_every=memory_every) if capture else None
         seed = aw.demo(demo, display=False)
         training = seed._runner._training  # type: ignore[union-attr]  # the demo's own parts, without its session
         self.model, (self.optimizer,), self.loss_fn = training.model, training.optimizers, training.loss_fn
@@ -42,6 +51,18 @@ class Variant:
             (lambda: torch.autocast("cpu", enabled=False)) if self.session is None else self.session.autocast
         )
         self.times_s: list[float] = []
+
+    def block(self, steps: int) -> None:
+        """Some steps, of which the first two are not counted."""
+        capture = None if self._make_captured is None else Capture(self._make_captured, namespace={"model": self.model})
+        with capture or contextlib.nullcontext():
+            for _ in range(UNCOUNTED):
+                self.step()
+            del self.times_s[-UNCOUNTED:]
+            for _ in range(steps):
+                self.step()
+        if capture is not None and (capture.session is None or len(capture.session.history) != UNCOUNTED + steps):
+            raise SystemExit(f"{self.name}: the steps were not seen, so there is nothing to measure; {capture.why_not}")
 
     def step(self) -> None:
         inputs, targets = next(self.batches)
@@ -68,25 +89,25 @@ def endless(batches: Any) -> Iterator[Any]:
 
 def measure(demo: str, steps: int) -> None:
     variants = [
-        Variant(demo, "bare loop", attach=False),
+        Variant(demo, "bare loop"),
         Variant(demo, "session, memory not measured", attach=True),
         Variant(demo, "session and a live view, memory not measured", attach=True, view=True),
         Variant(demo, "session, memory measured on every step", attach=True, memory_every=1),
+        Variant(demo, "%%amp (Capture), untouched, memory not measured", capture=True),
+        Variant(demo, "%%amp (Capture), untouched", capture=True, memory_every=1),
     ]
     for variant in variants:
-        for _ in range(3):
-            variant.step()
+        variant.block(1)
         variant.times_s.clear()
     for _ in range(BLOCKS):
         for variant in variants:
-            for _ in range(max(1, steps // BLOCKS)):
-                variant.step()
+            variant.block(max(1, steps // BLOCKS))
     bare_s = statistics.median(variants[0].times_s)
     print(f"\n{demo}: {len(variants[0].times_s)} steps each, on {torch.get_num_threads()} threads, torch {torch.__version__}")
     for variant in variants:
         median_s = statistics.median(variant.times_s)
         print(
-            f"  {variant.name:<46} {median_s * 1e3:9.2f} ms   ratio {median_s / bare_s:5.3f}  "
+            f"  {variant.name:<47} {median_s * 1e3:9.2f} ms   ratio {median_s / bare_s:5.3f}  "
             f"{(median_s - bare_s) * 1e6:+8.0f} us a step"
         )
         variant.close()
@@ -95,28 +116,31 @@ def measure(demo: str, steps: int) -> None:
 def measure_own_work(steps: int = 3000) -> None:
     """The session's own work on a step of nearly nothing, where it is not lost in the noise."""
     medians_s = []
-    for attach in (False, True):
+    for way in ("bare", "session", "captured"):
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        session = AmpSession(model, optimizer, memory_every=0) if attach else None
+        session = AmpSession(model, optimizer, memory_every=0) if way == "session" else None
         scaler: Any = torch.amp.GradScaler("cpu", enabled=False) if session is None else session.scaler
+        capture = Capture(functools.partial(AmpSession, memory_every=0)) if way == "captured" else None
         x = torch.ones(2, 4)
         times_s = []
-        for _ in range(steps):
-            begun = time.perf_counter()
-            optimizer.zero_grad()
-            with torch.autocast("cpu", enabled=False) if session is None else session.autocast():
-                loss = model(x).sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            times_s.append(time.perf_counter() - begun)
+        with capture or contextlib.nullcontext():
+            for _ in range(steps):
+                begun = time.perf_counter()
+                optimizer.zero_grad()
+                with torch.autocast("cpu", enabled=False) if session is None else session.autocast():
+                    loss = model(x).sum()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                times_s.append(time.perf_counter() - begun)
         medians_s.append(statistics.median(times_s))
         if session is not None:
             session.close()
+    bare_s, session_s, captured_s = medians_s
     print(
-        f"\nown work, fp32, memory not measured: {(medians_s[1] - medians_s[0]) * 1e6:.1f} us a step "
-        f"(step of {medians_s[0] * 1e6:.0f} us)"
+        f"\nown work, fp32, memory not measured: session {(session_s - bare_s) * 1e6:.1f} us a step, "
+        f"%%amp (Capture) {(captured_s - bare_s) * 1e6:.1f} us a step (step of {bare_s * 1e6:.0f} us)"
     )
 
 

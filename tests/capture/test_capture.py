@@ -240,6 +240,25 @@ def test_a_model_lives_no_longer_than_the_code_lets_it_and_each_has_its_session(
     assert [session.closed for session in watched.sessions] == [True] * 3
 
 
+def test_what_was_asked_for_ends_with_the_model_also_where_the_region_comes_first() -> None:
+    dtypes = []
+    watched = Watched({1: {"autocast": "fp32"}})
+    with watched.capture:
+        for run in range(2):
+            model, optimizer = make(run)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    output = model(X)
+                scaler.scale(output.float().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                dtypes.append((output.dtype, scaler.get_scale()))
+    one = [(torch.bfloat16, 64.0), (torch.float32, 1.0), (torch.float32, 1.0)]
+    assert dtypes == one * 2
+
+
 class Odd(nn.Linear):
     """With all that a user may write."""
 

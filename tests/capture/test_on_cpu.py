@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,19 @@ OWNERS: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "Module": nn.Module,
     "DeviceContext": torch.utils._device.DeviceContext,
+    "Event": torch.cuda.Event,
+    "Stream": torch.cuda.Stream,
+    "torch.cuda.random": torch.cuda.random,
+    "torch.cuda.nvtx": torch.cuda.nvtx,
+    "Thread": threading.Thread,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_compiler_has_run() -> None:
+    """It leaves traces of its own on ``nn.Module`` when it first compiles one."""
+    torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -288,6 +302,138 @@ def test_calls_that_have_nothing_to_do() -> None:
         torch.cuda.synchronize()
 
 
+def test_events_measure_real_time() -> None:
+    x = torch.ones(200, 200)
+    with on_cpu():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        outer_s = time.perf_counter()
+        start.record()
+        inner_s = time.perf_counter()
+        for _ in range(20):
+            x = x @ x * 0.001
+        inner_s = time.perf_counter() - inner_s
+        end.record(torch.cuda.current_stream())
+        outer_s = time.perf_counter() - outer_s
+        end.synchronize()
+        end.wait()
+        assert end.query()
+        assert inner_s <= start.elapsed_time(end) / 1e3 <= outer_s
+        assert end.elapsed_time(start) == -start.elapsed_time(end)
+        first = start.elapsed_time(end)
+        end.record()
+        assert start.elapsed_time(end) > first  # it may be recorded again
+    assert start.elapsed_time(end) > first  # it goes on working
+
+
+def test_events_that_cannot_measure_say_so() -> None:
+    with on_cpu():
+        timed = torch.cuda.Event(True)
+        timed.record()
+        with pytest.raises(ValueError, match="must be recorded"):
+            timed.elapsed_time(torch.cuda.Event(enable_timing=True))
+        with pytest.raises(ValueError, match="enable_timing=True"):
+            timed.elapsed_time(torch.cuda.Event(blocking=True))
+    with pytest.raises(RuntimeError):
+        torch.cuda.Event()
+
+
+def test_streams_have_nothing_to_wait_for() -> None:
+    x = torch.ones(3)
+    with on_cpu():
+        stream = torch.cuda.Stream(device="cuda:0", priority=-1)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert torch.cuda.current_stream() == stream
+            y = x.cuda(non_blocking=True) * 2
+        with torch.cuda.stream(None), stream:
+            y.record_stream(torch.cuda.current_stream(0))
+        event = stream.record_event()
+        again = torch.cuda.Event(enable_timing=True)
+        assert stream.record_event(again) is again
+        torch.cuda.default_stream().wait_event(event)
+        torch.cuda.set_stream(stream)
+        stream.synchronize()
+        assert stream.query()
+        assert event.query()
+        assert len({stream, torch.cuda.default_stream()}) == 1
+        assert same(y, torch.full((3,), 2.0))
+    with pytest.raises(RuntimeError):
+        torch.cuda.Stream()
+
+
+def test_the_current_device_is_the_only_one() -> None:
+    with on_cpu():
+        with torch.cuda.device(0), torch.cuda.device("cuda:1"), torch.cuda.device_of(torch.ones(1)):
+            assert torch.ones(1, device="cuda").device.type == "cpu"
+        torch.cuda.init()
+        assert torch.cuda.get_device_name() == torch.cuda.get_device_name(0) == "cpu (no CUDA device: --cpu)"
+        with pytest.raises((AssertionError, RuntimeError)):  # nothing about it is made up
+            torch.cuda.get_device_properties(0)
+        assert torch.cuda.device_count() == 0
+
+
+def test_nvtx_does_nothing() -> None:
+    with on_cpu():
+        torch.cuda.nvtx.range_push("step")
+        torch.cuda.nvtx.mark("here")
+        with torch.cuda.nvtx.range("forward {}", 1):
+            torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("part"))
+        torch.cuda.nvtx.range_pop()
+    with pytest.raises(RuntimeError):
+        torch.cuda.nvtx.range_push("step")
+
+
+def test_the_random_state_is_that_of_the_cpu() -> None:
+    torch.manual_seed(3)
+    with on_cpu():
+        assert torch.cuda.initial_seed() == 3
+        state, states = torch.cuda.get_rng_state(), torch.cuda.get_rng_state_all()
+        expected = torch.rand(3, device="cuda")
+        torch.cuda.set_rng_state(state, device="cuda:0")
+        assert same(torch.rand(3), expected)
+        torch.cuda.random.set_rng_state_all(states)
+        assert same(torch.rand(3), expected)
+        torch.cuda.set_rng_state(state)
+        with torch.random.fork_rng(devices=[0]):
+            torch.rand(7)
+        assert same(torch.rand(3), expected)
+
+
+TYPES = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Double": torch.float64, "Long": torch.int64}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_classes_of_tensors(name: str) -> None:
+    before = getattr(torch.cuda, f"{name}Tensor")
+    x = torch.tensor([1, 2], dtype=TYPES[name])
+    with on_cpu():
+        kind = getattr(torch.cuda, f"{name}Tensor")
+        assert same(kind([1, 2]), x)
+        assert kind(2, 3).shape == (2, 3)
+        assert kind(2, 3).dtype == kind.dtype == TYPES[name]
+        assert not isinstance(x, kind)  # x.is_cuda is false, too
+        for wanted in (kind, before, f"torch.cuda.{name}Tensor"):
+            assert same(torch.ones(2).type(wanted), torch.ones(2, dtype=TYPES[name]))
+            assert same(x.type(dtype=wanted), x)
+            x.type(wanted).zero_()  # a copy, as it is on CUDA
+        assert x.tolist() == [1, 2]
+        assert x.type() == f"torch.{name}Tensor"
+        assert x.type(f"torch.{name}Tensor") is x.type(TYPES[name]) is x
+        if x.is_floating_point():
+            assert nn.Linear(2, 2).type(kind).weight.dtype == TYPES[name]
+    with pytest.raises(TypeError):
+        kind([1, 2])
+
+
+def test_a_change_of_type_is_in_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with on_cpu():
+        y: Any = x.type("torch.cuda.DoubleTensor")
+        (y * 3).sum().backward()
+    assert x.grad is not None
+    assert same(x.grad, torch.full((2,), 3.0))
+
+
 # ---- autocast and the scaler ----
 
 
@@ -356,25 +502,184 @@ def test_scalers_are_enabled_and_on_the_cpu() -> None:
     assert loss.item() == 8
 
 
-def test_other_threads_are_left_alone() -> None:
-    found: list[Any] = []
+# ---- threads ----
 
-    def other() -> None:
-        for attempt in (lambda: torch.zeros(1).cuda(), lambda: torch.cuda.synchronize(), lambda: torch.Generator("cuda")):
-            try:
-                found.append(attempt())
-            except (AssertionError, RuntimeError) as error:
-                found.append(error)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found.extend([torch.autocast("cuda").device, torch.GradScaler().is_enabled(), len(caught)])
+
+def what_a_thread_sees() -> list[Any]:
+    found: list[Any] = []
+    for attempt in (lambda: torch.zeros(1).cuda(), lambda: torch.cuda.synchronize(), lambda: torch.Generator("cuda")):
+        try:
+            found.append(attempt())
+        except (AssertionError, RuntimeError) as error:
+            found.append(type(error))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found.extend([torch.autocast("cuda").device, torch.GradScaler().is_enabled(), len(caught)])
+    found.append(len(_get_current_function_mode_stack()))
+    return found
+
+
+def is_mapped(seen: list[Any]) -> bool:
+    """Whether all of `what_a_thread_sees` was mapped; it must not be a part."""
+    if seen[3:] == ["cuda", False, 2, 0]:
+        assert all(isinstance(value, type) for value in seen[:3])
+        return False
+    assert torch.equal(seen[0], torch.zeros(1))
+    assert seen[1] is None
+    assert seen[2].device.type == "cpu"
+    assert seen[3:] == ["cpu", True, 0, 1]
+    return True
+
+
+def test_threads_of_before_are_left_alone() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        with on_cpu():
+            assert not is_mapped(pool.submit(what_a_thread_sees).result())
+            # it may start threads, which are none of those in the block
+            with ThreadPoolExecutor(1) as other:
+                assert is_mapped(other.submit(what_a_thread_sees).result())
+            assert not is_mapped(pool.submit(lambda: run_in(threading.Thread)).result())
+
+
+def run_in(kind: Any) -> Any:
+    """What a new thread sees."""
+    seen: list[Any] = []
+    thread = kind(target=lambda: seen.append(what_a_thread_sees()))
+    thread.start()
+    thread.join()
+    assert "run" not in vars(thread)
+    return seen[0]
+
+
+def test_threads_that_are_started_in_the_block_are_mapped() -> None:
+    class Own(threading.Thread):
+        def run(self) -> None:
+            super().run()
+
+    with on_cpu() as cpu:
+        assert is_mapped(run_in(threading.Thread))
+        assert is_mapped(run_in(Own))
+        with ThreadPoolExecutor(1) as pool:
+            assert is_mapped(pool.submit(run_in, threading.Thread).result())  # by a thread that was started there
+        x = torch.ones(1, requires_grad=True)
+        backward = threading.Thread(target=lambda: checkpoint(lambda x: x.cuda() * 2, x, use_reentrant=False).backward())
+        backward.start()
+        backward.join()
+        assert x.grad is not None
+        assert cpu._thread_ids == {threading.get_ident()}
+    assert not is_mapped(run_in(threading.Thread))
+
+
+def test_a_thread_that_goes_on_is_mapped_until_the_end() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with on_cpu():
+            assert is_mapped(pool.submit(what_a_thread_sees).result())
+        seen = pool.submit(what_a_thread_sees).result()
+        assert seen.pop() == 1  # the mode is still there, doing nothing
+        assert not is_mapped([*seen, 0])
+
+
+def test_a_thread_that_cannot_start_is_as_before() -> None:
+    def own() -> None:
+        pass
 
     with on_cpu():
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=int)
         thread.start()
         thread.join()
-        assert all(isinstance(value, (AssertionError, RuntimeError)) for value in found[:3])
-        assert found[3:] == ["cuda", False, 2]
+        with pytest.raises(RuntimeError, match="only be started once"):
+            thread.start()
+        assert "run" not in vars(thread)
+        thread.run = own  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="only be started once"):
+            thread.start()
+        assert vars(thread)["run"] is own
+
+
+# ---- torch.compile ----
+
+
+class Regions(nn.Module):
+    """Moves data, has a region of its own and asks for its state, in one graph or in several."""
+
+    def __init__(self, device: str, breaks: bool) -> None:
+        super().__init__()
+        self.device, self.breaks = device, breaks
+        self.first = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x.to(self.device) + torch.ones(4, device=self.device)))
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            x = self.head(x)
+            if self.breaks:
+                torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+            return x * 2 if torch.is_autocast_enabled(self.device) else x * 3
+
+
+def train_compiled(device: str, breaks: bool, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Regions(device, breaks).to(device)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=not breaks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for _ in range(2):
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            y = compiled(torch.randn(3, 4).to(device))
+        y.float().pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(y.detach())
+    return [*seen, *(parameter.detach() for parameter in model.parameters())]
+
+
+def autocast_state() -> list[Any]:
+    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cuda", "cpu")]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # after a graph break, also without us
+@pytest.mark.parametrize(("breaks", "dtype"), [(False, torch.float16), (True, None)], ids=["one graph", "graph breaks"])
+def test_a_compiled_model_has_the_bits_of_one_written_for_the_cpu(breaks: bool, dtype: torch.dtype | None) -> None:
+    expected = train_compiled("cpu", breaks, dtype)
+    before = autocast_state()
+    with on_cpu():
+        found = train_compiled("cuda", breaks, dtype)
+    assert autocast_state() == before
+    torch._dynamo.reset()
+    assert found[0].dtype == torch.bfloat16
+    assert all(map(same, found, expected))
+
+
+def test_what_was_compiled_in_the_block_is_compiled_again_after_it() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def enabled(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.is_autocast_enabled("cuda")
+
+    with on_cpu(), torch.autocast("cuda"):
+        assert enabled(torch.zeros(1)) == 1
+        assert enabled(torch.zeros(1)) == 1
+    with torch.autocast("cpu"):
+        assert enabled(torch.zeros(1)) == 0
+    torch._dynamo.reset()
+
+
+def test_the_state_of_autocast_can_be_set() -> None:
+    before = autocast_state()
+    with on_cpu():
+        torch.set_autocast_dtype("cuda", torch.bfloat16)  # the default of the regions to come
+        assert torch.autocast("cuda").fast_dtype == torch.bfloat16
+        torch.set_autocast_dtype("cuda", torch.float16)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            torch.set_autocast_enabled("cuda", False)
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float32
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.float16)
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == torch.float16
+    assert autocast_state() == before
 
 
 # ---- whole loops: the same bits as when written for the CPU ----
@@ -612,9 +917,12 @@ def test_nobody_keeps_a_replacement() -> None:
 
         with on_cpu():
             torch.optim.SGD(torch.nn.Linear(1, 1).cuda().parameters(), lr=0.1)
+            torch.compile(lambda x: x.cuda() + torch.is_autocast_enabled("cuda"), backend="eager")(torch.ones(1))
+            torch._dynamo.reset()
             kept = {name: weakref.ref(vars(owner)[name]) for owner, name in (
                 (torch, "is_autocast_enabled"), (torch, "Generator"), (torch.autocast, "__init__"), (torch.cuda, "synchronize"),
-                (torch.autograd, "_engine_run_backward"), (torch.GradScaler, "__init__"))}
+                (torch.autograd, "_engine_run_backward"), (torch.GradScaler, "__init__"),
+                (torch, "set_autocast_enabled"), (torch.cuda, "_exchange_device"), (torch.cuda, "FloatTensor"))}
         gc.collect()
         print([name for name, reference in kept.items() if reference() is not None])
     """

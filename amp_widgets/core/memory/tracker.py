@@ -89,6 +89,7 @@ class StepTracker(StepMode):
         self._creates_graph = False
         self._outside = _OTHER  # the phase while there is no backward pass
         self._expects_backward = False
+        self._forward_in_step = False  # an optimizer's, as its closure
         self._hops = 0  # how far an optimizer's step was above the last op that it called; 0 where it is not known
         self._phase = _OTHER  # of the last point
         self._layer = NO_LAYER  # of the last op of the backward pass
@@ -232,7 +233,9 @@ class StepTracker(StepMode):
     def _note_taken_over(self, gradient: Tensor) -> None:
         """A tensor becomes a leaf's gradient, if it is detached for a leaf; a hook may take it away before the pass is over."""
         node = torch._C._current_autograd_node()
-        if node is not None and node._sequence_nr() >= _ACCUMULATES:
+        if node is None:
+            return
+        if node._sequence_nr() >= _ACCUMULATES:
             layer = self._layer_of_parameter.get(id(getattr(node, "variable", None)), NO_LAYER)
             self._recorded.identify(gradient, GRADIENT, layer)
 
@@ -295,8 +298,8 @@ class StepTracker(StepMode):
             except ValueError:
                 pass
         self._hops = 0
-        frame: FrameType | None = sys._getframe(2)
-        if op is _ONES_LIKE and frame is not None and frame.f_code is _MAKE_GRADS:
+        frame = caller = sys._getframe(1).f_back
+        if op is _ONES_LIKE and caller is not None and caller.f_code is _MAKE_GRADS:
             self._expects_backward = False
             self._set_outside()
             return _BACKWARD
@@ -309,7 +312,10 @@ class StepTracker(StepMode):
                 if self._learns_optimizers:
                     self._learn(frame.f_locals.get("self"))
                 self._hops = hops
-                return _OPTIMIZER if self._outside == _OTHER else self._outside
+                if self._outside == _LOSS and not self._forward_in_step:
+                    self._expects_backward = False  # the last forward pass was not for a backward pass
+                    self._set_outside()
+                return _OPTIMIZER if self._outside == _OTHER else self._outside  # else in a closure
             hops, frame = hops + 1, frame.f_back
         return self._outside
 
@@ -366,6 +372,7 @@ class StepTracker(StepMode):
                 self._output_bytes[layer] = _bytes_of(output)
             if not calls:
                 self._expects_backward = _grad_enabled()
+                self._forward_in_step = _within_a_step()
                 self._settle_outside(now_s)
                 self._add_point(_FORWARD, NO_LAYER, None, now_s)
                 self._forward_ends.append(self._recorded.points - 1)
@@ -489,12 +496,22 @@ def _modules_being_called() -> list[nn.Module]:
     return modules[::-1]
 
 
+def _within_a_step() -> bool:
+    """Whether an optimizer's step is on this thread's call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _bytes_of(output: Any) -> int:
     """Of the storages of the tensors in an output, each once."""
     if type(output) is Tensor:
         try:
             return output.untyped_storage().nbytes()
-        except NotImplementedError:  # sparse
+        except (NotImplementedError, RuntimeError):  # sparse, and what torch.func wraps
             pass
     sizes: dict[int, int] = {}
     _add_sizes(output, sizes)
