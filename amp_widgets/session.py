@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from amp_widgets import kernel
+from amp_widgets.analysis.step_profile import profile_step
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.core.settings import describe_changes
 from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError
@@ -231,6 +233,19 @@ class AmpSession(LiveLoop):
     def run_state(self) -> RunState:
         """``none`` before `fit`, then ``ready`` ``running`` ``paused`` ``stopped`` ``finished`` or ``failed``."""
         return "none" if self._runner is None else self._runner.state
+
+    # ---- memory within a step ---------------------------------------------------------------------------------------
+
+    def profile_step(
+        self, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], *, label: str | None = None
+    ) -> StepProfile:
+        """Where the memory goes in one step on `batch`, by kind and by layer; everything is as before afterwards.
+
+        See `amp_widgets.analysis.step_profile.profile_step`. For a step of the run itself: `profile_next_step`, `profiles`.
+        """
+        if self.run_state == "running":
+            raise RunError("profile_step: a background run is training; pause it first: session.pause()")
+        return profile_step(self, batch, loss_fn, label=label)
 
     # ---- the dashboard ----------------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +22,13 @@ from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecor
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.compiled import frames_compiled
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.optimizers import OptimizerSteps
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
-from amp_widgets.core.settings import AutocastName, Settings, describe_changes
+from amp_widgets.core.settings import AutocastName, Settings, describe_changes, describe_settings
 from amp_widgets.errors import SessionClosedError, SettingsError
 
 
@@ -110,6 +113,9 @@ class LiveLoop:
         self._meter: MemoryMeter = meter_for(model, optimizers, reset_peak=reset_peak)
         self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
 
+        self._profile_wanted: str | None = None  # label of the profile of the next step
+        self._profiles: collections.deque[StepProfile] = collections.deque(maxlen=PROFILES_KEPT)
+
         self._step = 0
         self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
         self._open: _OpenStep | None = None
@@ -165,6 +171,16 @@ class LiveLoop:
         self._add_loss(loss)
 
     # ---- settings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None after `close`."""
+        return self._model
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that were given."""
+        return self._optimizers
 
     @property
     def settings(self) -> Settings:
@@ -299,6 +315,27 @@ class LiveLoop:
             return None
         return because
 
+    def profile_next_step(self, label: str = "") -> None:
+        """Profile the memory of the step that begins next, by kind and by layer: see `profiles`.
+
+        Parameters
+        ----------
+        label
+            Of the profile, for people; what is in force without it.
+        """
+        self._check_open("profile_next_step")
+        self._profile_wanted = label
+
+    @property
+    def profiles(self) -> tuple[StepProfile, ...]:
+        """Of the steps that were profiled, the newest last; the oldest are dropped beyond `PROFILES_KEPT`."""
+        return tuple(self._profiles)
+
+    @property
+    def why_not_profiled(self) -> str | None:
+        """Why the last step that was to be profiled was not; None when it was."""
+        return self._meter.unprofiled_because
+
     @property
     def compiled(self) -> bool:
         """Whether the model, or a part of it, goes through torch.compile."""
@@ -348,6 +385,16 @@ class LiveLoop:
             self._arm()
         else:
             self._hooks.disarm_forward()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """For steps that are none of the loop's: it neither sees nor records what happens meanwhile, on any thread."""
+        owner = self._owner
+        self.own(_NO_THREAD)
+        try:
+            yield
+        finally:
+            self.own(owner)
 
     def begin_step(self) -> None:
         """Begin a step now, unless one is in progress; for loops that know where theirs begin."""
@@ -645,7 +692,10 @@ class LiveLoop:
             self._apply_queue()
         if not by_autocast:
             self._hooks.disarm_forward()
-        measured = self.memory_every > 0 and self._step % self.memory_every == 0
+        label, self._profile_wanted = self._profile_wanted, None
+        if label is not None:
+            self._meter.profile_next(label or describe_settings(self._settings), step=self._step)
+        measured = label is not None or (self.memory_every > 0 and self._step % self.memory_every == 0)
         if measured:
             self._meter.begin()
         begun_s = self._clock()
@@ -684,6 +734,9 @@ class LiveLoop:
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
         reading = self._meter.end() if opened is not None and opened.measured else None
+        profile = None if reading is None else self._meter.take_profile()
+        if profile is not None:
+            self._profiles.append(profile)
         self._journal.put_step(
             StepRecord(
                 step=self._step,
@@ -794,6 +847,8 @@ class LiveLoop:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
 
+PROFILES_KEPT = 8
+_NO_THREAD = -1
 _SCALING = {"autocast", "scaling"}
 _QUIET_S = 3.0
 _QUIET_STEPS = 5

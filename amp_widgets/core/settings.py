@@ -146,6 +146,12 @@ def describe_changes(changes: Mapping[str, Any]) -> str:
     return ", ".join(_describe(name, value) for name, value in changes.items())
 
 
+def describe_settings(settings: Settings) -> str:
+    """What is in force, in a few words: ``fp16 + 4 layers checkpointed``."""
+    count = len(settings.checkpointed)
+    return f"{settings.autocast} + {_describe('checkpointed', settings.checkpointed)}" if count else settings.autocast
+
+
 def _describe(name: str, value: Any) -> str:
     if name == "checkpointed":
         count = len(value)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.memory.reading import NOT_MEASURED, DeviceBytes, MemoryReading
 
 
@@ -59,11 +60,20 @@ class CudaMeter:
         self.source = f"torch.cuda.memory_stats on {names}; {counter}{rest}"
         self.measured = True
         self.unmeasured_because: str | None = None
+        self.unprofiled_because: str | None = None
 
     @property
     def overall_peak_bytes(self) -> float:
         """Sum over the devices of each one's highest peak so far, whoever reset the counter; NaN before there is one."""
         return math.fsum(self._highest.values()) if self._highest else math.nan
+
+    def profile_next(self, label: str, *, step: int = -1) -> None:
+        """Note why not."""
+        self.unprofiled_because = "not profiled: within a step, only the tensors on a CPU are followed yet"
+
+    def take_profile(self) -> StepProfile | None:
+        """There is none."""
+        return None
 
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Nothing to do: the counters are the devices'."""

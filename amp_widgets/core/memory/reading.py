@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import nn
 
+from amp_widgets.core.memory.profile import StepProfile
+
 DeviceBytes = tuple[float, float, float]
 """Allocated, peak and reserved bytes of one device; NaN where not measured."""
 
@@ -77,6 +79,16 @@ class MemoryMeter(Protocol):
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Measure the steps of this model from the next one on; it is on the same devices. It is asked for at each step."""
 
+    @property
+    def unprofiled_because(self) -> str | None:
+        """Why the last step that was to be profiled was not; None when it was."""
+
+    def profile_next(self, label: str, *, step: int = -1) -> None:
+        """Profile the step that `begin` starts next, besides measuring it."""
+
+    def take_profile(self) -> StepProfile | None:
+        """The profile of the last step that was profiled, once."""
+
     def begin(self) -> None:
         """Start of a step, on the training thread. A step that was not ended is abandoned."""
 
@@ -104,6 +116,15 @@ class NoMeter:
         self.measured = False
         self.overall_peak_bytes = math.nan
         self.unmeasured_because: str | None = None
+        self.unprofiled_because: str | None = None
+
+    def profile_next(self, label: str, *, step: int = -1) -> None:
+        """Note why not."""
+        self.unprofiled_because = self.source
+
+    def take_profile(self) -> StepProfile | None:
+        """There is none."""
+        return None
 
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Do nothing."""
