@@ -229,7 +229,7 @@ def _matches(given: str, pattern: str, layers: Mapping[str, nn.Module], aliases:
         )
     if pattern in aliases:
         return [aliases[pattern]]
-    if not _is_glob(pattern):
+    if not is_glob(pattern):
         raise LayerError(f"checkpointed: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
     hits = _glob_hits(pattern, aliases)
     found = [name for name in hits if not is_structural(layers[name])]
@@ -243,21 +243,23 @@ def _matches(given: str, pattern: str, layers: Mapping[str, nn.Module], aliases:
     return found
 
 
-def _is_glob(pattern: str) -> bool:
+def is_glob(pattern: str) -> bool:
+    """Whether it is more than a name."""
     return any(character in pattern for character in "*?[")
 
 
 def _glob_hits(pattern: str, aliases: Mapping[str, str]) -> list[str]:
     globs = pattern.split(".")
-    return list(dict.fromkeys(first for name, first in aliases.items() if _parts_match(name.split("."), globs)))
+    return list(dict.fromkeys(first for name, first in aliases.items() if parts_match(name.split("."), globs)))
 
 
-def _parts_match(parts: Sequence[str], globs: Sequence[str]) -> bool:
+def parts_match(parts: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether the parts of a dotted name fit those of a glob: ``*`` one part, ``**`` any number of them."""
     if not globs:
         return not parts
     if globs[0] == "**":
-        return any(_parts_match(parts[skipped:], globs[1:]) for skipped in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], globs[0]) and _parts_match(parts[1:], globs[1:])
+        return any(parts_match(parts[skipped:], globs[1:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], globs[0]) and parts_match(parts[1:], globs[1:])
 
 
 def _such_as(layers: Mapping[str, nn.Module]) -> str:
@@ -269,7 +271,7 @@ def _such_as(layers: Mapping[str, nn.Module]) -> str:
 
 def _did_you_mean(pattern: str, layers: Mapping[str, nn.Module]) -> str:
     names = [name for name, module in layers.items() if not is_structural(module)]
-    if not _is_glob(pattern):
+    if not is_glob(pattern):
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
         return f"; did you mean {_listed(near, ' or ')}?" if near else _such_as(layers)
     forms = _glob_forms(names)

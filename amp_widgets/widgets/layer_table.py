@@ -132,9 +132,9 @@ def matches(name: str, pattern: str) -> bool:
     >>> matches("layers.3.mlp", "layers.*"), matches("layers.3.mlp", "**.mlp"), matches("layers.3.mlp", "ML")
     (False, True, True)
     """
-    if not core_layers._is_glob(pattern):
+    if not core_layers.is_glob(pattern):
         return pattern.lower() in name.lower()
-    return core_layers._parts_match(name.split("."), pattern.split("."))
+    return core_layers.parts_match(name.split("."), pattern.split("."))
 
 
 def saved_bytes(layer: LayerProfileLike) -> float:
