@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import DisplayHandle, display
 
+from amp_widgets import kernel
 from amp_widgets.capture.capture import Capture
 from amp_widgets.capture.on_cpu import on_cpu
 from amp_widgets.cell import run_cell
@@ -20,6 +21,7 @@ from amp_widgets.widgets.picture import Picture
 
 if TYPE_CHECKING:
     from amp_widgets.widgets.dashboard import Dashboard
+    from amp_widgets.widgets.frame import Frame
 
 
 class CapturedCell:
@@ -33,17 +35,25 @@ class CapturedCell:
         Which of several models to control.
     on_cpu
         Run CUDA-only code on the CPU.
+
+    Attributes
+    ----------
+    session
+        Of the model that is trained; None before it is known.
+    frame
+        Where the dashboard is shown.
     """
 
     def __init__(self, shell: Any, *, model_name: str | None, on_cpu: bool) -> None:
         self.session: AmpSession | None = None
+        self.frame: Frame | None = None
+        self._dashboard: Dashboard | None = None
         self._shell = shell
         self._model_name = model_name
         self._on_cpu = on_cpu
         self._mapped = False
         self._requests: list[tuple[Mapping[str, Any], int | None]] = []
         self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
-        self._dashboard: Dashboard | None = None
         self._picture: Picture | None = None
         self._shown = False
 
@@ -55,12 +65,14 @@ class CapturedCell:
         capture = Capture(
             AmpSession, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
         )
+        ended = False
         try:
             with capture, on_cpu() if self._on_cpu else contextlib.nullcontext() as mapped:
                 self._mapped = mapped is not None and mapped.active
                 run_cell(self._shell, source)
+            ended = True
         finally:
-            self._show_end(capture)
+            self._show_end(capture, ended)
 
     def request(self, changes: Mapping[str, Any], at_step: int | None) -> Mapping[str, Any]:
         """Ask for settings from within the cell, also before its loop has begun. Returns the changes.
@@ -82,35 +94,57 @@ class CapturedCell:
         """The model is known: show the dashboard."""
         assert isinstance(loop, AmpSession)
         self.session = loop
+        loop.in_cell = True
+        loop.go_on = "run the %%amp cell again"
         if self._mapped:
             loop.remarks.append(lambda: _ON_CPU)
         for changes, at_step in self._requests:
-            with contextlib.suppress(SettingsError):  # an event, and shown in the dashboard
+            try:
                 _ask(loop, changes, at_step)
+            except SettingsError as error:  # only now that the model is known; the dashboard says it too, until the next change
+                print(f"%amp set: refused: {error}")
         self._requests.clear()  # a second model in the cell is another story
         self._shown = True
-        before = self._dashboard
         try:
-            first, second = (str(place.display_id) for place in self._places)
-            self._dashboard = loop.dashboard()
-            self._dashboard.show_in((first, second))
-            if before is not None:
-                before.close()
+            self._show(loop.dashboard())
         except MissingExtraError as error:
             self._picture = Picture(loop, f"{NO_DASHBOARD} {error}")
             self._places[0].update(self._picture)
         except Exception as error:  # the user's loop goes on without
             self._say(f"amp_widgets: the dashboard cannot be shown: {type(error).__name__}: {error}")
 
+    def _show(self, dashboard: Dashboard) -> None:
+        if self.frame is None:
+            from amp_widgets.widgets.frame import Frame
+
+            first, second = (str(place.display_id) for place in self._places)
+            self.frame = Frame((first, second))
+            for widget in (self.frame, self.frame.layout):
+                kernel.answer_where_asked(widget.comm)
+        before, self._dashboard = self._dashboard, dashboard
+        self.frame.put(dashboard)
+        if before is not None:
+            before.close()
+
+    def close(self) -> None:
+        """Take what is shown off the page, and free it."""
+        for shown in (self._dashboard, self.frame):
+            if shown is not None:
+                shown.close()
+        self._dashboard = self.frame = None
+
     def _say(self, text: str) -> None:
         self._places[0].update(_Sentence(text))
 
-    def _show_end(self, capture: Capture) -> None:
+    def _show_end(self, capture: Capture, ended: bool) -> None:
         if self._shown:
             if self._dashboard is not None:
                 self._dashboard.tick()  # the last state and the picture of the whole run, before the cell is over
             if self._picture is not None:
                 self._places[0].update(self._picture)
+            return
+        if not ended and capture.why_not is None:
+            self._say("amp_widgets: the cell ended before it had trained a model.")
             return
         why = capture.why_not
         if why is None and self._model_name is not None:

@@ -40,6 +40,7 @@ class AmpMagics(Magics):
         super().__init__(shell)
         self._session: AmpSession | None = None
         self._cell: CapturedCell | None = None  # that is running
+        self._shown: dict[str, CapturedCell] = {}  # by the front end's name of the cell
 
     @line_cell_magic
     def amp(self, line: str, cell: str | None = None) -> None:
@@ -50,7 +51,10 @@ class AmpMagics(Magics):
                 self._run(_words(line))
         except AmpWidgetsError as error:
             # a mistyped line needs its one sentence, not a traceback through this package
-            raise type(error)(str(error)).with_traceback(None) from None
+            shown = type(error)(str(error))
+            lines = [f"{type(error).__name__}: {error}"]
+            shown._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
+            raise shown from None
         if captured is not None and cell is not None:
             self._run_cell(captured, cell)
 
@@ -95,16 +99,23 @@ class AmpMagics(Magics):
 
     def _run_cell(self, captured: CapturedCell, source: str) -> None:
         __tracebackhide__ = True
+        place = _cell_id(self.shell)
+        before = self._shown.pop(place, None)
+        if before is not None:  # the page has let go of it: this cell is run again
+            before.close()
         self._cell = captured
         try:
             captured.run(source)
         finally:
             self._cell = None
+            if place:
+                self._shown[place] = captured
             if captured.session is not None:
                 self.shell.push({self._free_name(): captured.session})
 
     def _set(self, words: list[str]) -> None:
         words, at_step = _without_step(words)
+        whose = ""
         changes = parse_settings(words)
         if self._cell is not None:
             told = self._cell.request(changes, at_step)
@@ -113,15 +124,16 @@ class AmpMagics(Magics):
             if session is None:
                 raise MagicError(
                     "%amp set: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
-                    "AmpSession(model, optimizer)"
+                    "AmpSession(model, optimizer). For a %%amp cell, put this line into the cell, above its loop"
                 )
+            whose = f" of the session on {session.model_type}"
             if at_step is None:
                 told = session.request(source="magic", **changes).changes
             else:
                 told = session.schedule(at_step=at_step, source="magic", **changes).changes
         when = "the next step" if at_step is None else f"step {at_step}"
         text = " ".join(words) if told is changes else describe_changes(told)  # as typed while the layers are not known
-        print(f"requested: {text}; in force from {when}")
+        print(f"requested: {text}; in force from {when}{whose}")
 
     def _adopt(self, make: Any) -> None:
         session = make()
@@ -229,6 +241,12 @@ def _words(line: str) -> list[str]:
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}
 _POWER = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\*\*|\^)\s*(-?\d{1,4})")
+
+
+def _cell_id(shell: Any) -> str:
+    """What the front end calls the cell that is running; empty where it does not say."""
+    parent: dict[str, Any] = getattr(shell, "get_parent", dict)() or {}
+    return str(parent.get("metadata", {}).get("cellId", ""))
 
 
 def _without_step(words: list[str]) -> tuple[list[str], int | None]:

@@ -81,7 +81,7 @@ class AmpSession(LiveLoop):
         super().__init__(
             model, _as_tuple(optimizer), memory_every=memory_every, reset_peak=reset_peak, history_capacity=history_capacity
         )
-        self._model_type = type(model).__name__
+        self.model_type = type(model).__name__
         self._runner: Runner | None = None
         self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
@@ -282,6 +282,7 @@ class AmpSession(LiveLoop):
             layers=self.layers_seen,
             support=self.support,
             run=self.run_state,
+            in_cell=self.in_cell,
             step=status.step,
             device=_device_name(self.device),
             torch_version=torch.__version__,
@@ -322,7 +323,7 @@ class AmpSession(LiveLoop):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.settings.autocast}, step {self._step}"
-        return f"<AmpSession of {self._model_type} on {self.device}: {state}>"
+        return f"<AmpSession of {self.model_type} on {self.device}: {state}>"
 
     # ---- private ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +359,7 @@ class AmpSession(LiveLoop):
     def _notes(self) -> tuple[str, ...]:
         notes = []
         if self.closed:
-            notes.append("This session is closed; it no longer controls the model.")
+            notes.append(f"This session is closed and no longer controls the model: {self.go_on} to have it live.")
         if self.compiled:
             notes.append(
                 "The model is compiled: changing checkpointed layers or autocast compiles it anew at the next step, and live "

@@ -239,7 +239,7 @@ def test_without_the_flag_it_fails_as_ever(kernel: Kernel) -> None:
     assert cell.status == "error"
     assert (cell.error["ename"], cell.error["evalue"]) == (plain.error["ename"], plain.error["evalue"])
     assert "amp_widgets" not in "\n".join(cell.error["traceback"])
-    assert "nothing to control in this cell" in cell.shown
+    assert "the cell ended before it had trained a model" in cell.shown
 
 
 LOOP = """
@@ -275,6 +275,8 @@ def test_a_script_that_cannot_be_met_is_said(kernel: Kernel) -> None:
     assert "did you mean 'fp16'" in cell.error["evalue"]
     cell = kernel.run(f"%%amp\n%amp set checkpointed=layers.* --at 2{LOOP}")
     assert cell.error is None
+    assert "requested: checkpointed=layers.*; in force from step 2\n" in cell.printed
+    assert "%amp set: refused: checkpointed: no layer matches 'layers.*'" in cell.printed
     assert kernel.value("[(e.kind, 'no layer matches' in e.reason) for e in session.history.events()]") == [("rejected", True)]
 
 
@@ -284,6 +286,7 @@ def test_lines_that_are_not_understood(kernel: Kernel, line: str) -> None:
     assert cell.error is not None
     assert cell.error["ename"] == "MagicError"
     assert "expected %%amp [--model NAME] [--cpu]" in cell.error["evalue"]
+    assert len(cell.error["traceback"]) == 1  # its one sentence
     assert kernel.value("'ran' in globals()") is False
 
 

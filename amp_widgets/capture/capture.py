@@ -143,7 +143,8 @@ class Capture:
             name = loop.settings.autocast
             said.append(f"Your loop's autocast regions have enabled=False and stay off: nothing runs in {name}.")
         if len(self._together) > 1:
-            said.append(f"Controls {' and '.join(self._together)}; %%amp --model NAME picks one of them.")
+            each = "" if loop.has_users_scaler else " each optimizer's step counts as one, with its own loss;"
+            said.append(f"Controls {' and '.join(self._together)};{each} %%amp --model NAME picks one.")
         if self._others:
             names = " and ".join(sorted(set(self._others.values())))
             said.append(f"This cell also trains {names}, which is not controlled here; %%amp --model NAME picks another model.")

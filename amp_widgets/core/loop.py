@@ -90,6 +90,10 @@ class LiveLoop:
         """Called after every step, on the training thread."""
         self.at_boundary = False
         """Whether they are being called."""
+        self.in_cell = False
+        """Whether a cell that trains the model is known to be running."""
+        self.go_on = "make a new AmpSession"
+        """What to do once it is closed."""
         self.remarks: list[Callable[[], str | None]] = []
         """Each may have a plain sentence to say beside the controls."""
         self._held = Held(model)
@@ -296,7 +300,7 @@ class LiveLoop:
         """How the loop stands; never waits for the device."""
         return self._journal.status(
             step=self._step,
-            scale=self._settings.start_scale if self._scaler.is_enabled() else None,
+            scale=self._settings.start_scale if self._scales_loss() else None,
             overall_peak_bytes=self._meter.overall_peak_bytes,
         )
 
@@ -437,6 +441,7 @@ class LiveLoop:
         self._open = None
         with self._lock:
             self._closed = True
+            self.in_cell = False
             for request in self._queue.all():
                 when = "the next step" if request.at_step is None else f"step {request.at_step}"
                 self._reject(f"the session was closed before {when}", request.changes, request.source)
@@ -831,6 +836,10 @@ class LiveLoop:
             except SettingsError:
                 pass  # a layer in force has left the model, which is why nothing was switched: `apply` does all or nothing
 
+    def _scales_loss(self) -> bool:
+        # a scaler of the user's may scale whatever is in force; after the end it is theirs again
+        return self._settings.scales_loss if self._closed else self._scaler.is_enabled()
+
     def _configure_scalers(self, settings: Settings, *, set_scale: bool) -> None:
         for scaler in self._scalers:
             scaler.configure(settings, set_scale=set_scale)
@@ -841,7 +850,7 @@ class LiveLoop:
 
     def _check_open(self, verb: str) -> None:
         if self._closed:
-            raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; make a new AmpSession")
+            raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; {self.go_on}")
 
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})

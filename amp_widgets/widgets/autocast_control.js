@@ -40,6 +40,7 @@ export default {
         const { input, label } = parts.get(option.name);
         input.checked = option.name === shown;
         input.disabled = locked || !option.available;
+        input.parentElement.classList.toggle("ampw-unavailable", !option.available);
         label.classList.toggle("ampw-in-force", option.name === inForce);
       }
       setWaiting(shown !== inForce);

@@ -171,13 +171,16 @@ class Dashboard(ipywidgets.Box):
         }
 
     def _ipython_display_(self, **_kwargs: Any) -> None:
-        self.show_in(None)
-
-    def show_in(self, places: tuple[str, str] | None) -> None:
-        """Show it, and the picture that stays in the notebook, in two outputs that are there already, by their display ids."""
         with self._lock:
-            history = History() if self._source is None else self._source.history_so_far
-            self._still.display(self._repr_mimebundle_(), self._shown, history, places)
+            self._still.display(self._repr_mimebundle_(), self._shown, self._history())
+
+    def show_picture_in(self, display_id: str) -> None:
+        """Keep the picture for the notebook in an output that is there already; the dashboard itself is shown elsewhere."""
+        with self._lock:
+            self._still.display_in(display_id, self._shown, self._history())
+
+    def _history(self) -> History:
+        return History() if self._source is None else self._source.history_so_far
 
     # ---- from the session to the page -------------------------------------------------------------------------------
 
@@ -243,6 +246,8 @@ class Dashboard(ipywidgets.Box):
             self._stepped_s = -math.inf
         elif state.step > before.step and before.run not in ALIVE:
             self._stepped_s = now_s
+        if state.in_cell:
+            return True
         step_s = state.step_s if math.isfinite(state.step_s) else 0.0
         return now_s - self._stepped_s < max(QUIET_S, QUIET_STEPS * step_s)
 

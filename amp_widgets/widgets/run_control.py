@@ -17,6 +17,8 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 OWN_LOOP = "The loop runs in your cell; use session.fit(...) to start and pause it from here"
 
+CLOSED = "The session is closed"
+
 
 class RunControl(Control):
     """Start, Pause, Resume, Single step, Stop and Reset to first weights; enabled where they make sense.
@@ -34,6 +36,10 @@ class RunControl(Control):
         if state.run == "ready" and state.step == 0:  # the first weights are in place
             enabled = tuple(command for command in enabled if command != "reset")
         return {"enabled": list(enabled), "sentence": OWN_LOOP if state.run == "none" else ""}
+
+    def lock(self) -> None:
+        """Show that there is nothing left to start or stop."""
+        self._put({"locked": True, "sentence": CLOSED if self.sentence else ""})
 
     def _ask(self, message: Mapping[str, Any]) -> None:
         command = message["command"]

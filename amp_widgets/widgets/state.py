@@ -34,6 +34,8 @@ class DashboardState:
         For ``"fp32"``, ``"fp16"`` and ``"bf16"``: whether the device has it, and a note.
     run
         How the background run stands; ``"none"``: none was prepared, the loop runs in the user's own cell.
+    in_cell
+        Whether a cell that trains this model is known to be running, also while no step is made.
     step
         Steps completed.
     device, torch_version
@@ -59,6 +61,7 @@ class DashboardState:
     layers: tuple[Layer, ...] = ()
     support: Mapping[AutocastName, Support] = dataclasses.field(default_factory=dict)
     run: RunState = "none"
+    in_cell: bool = False
     step: int = 0
     device: str = ""
     torch_version: str = ""

@@ -52,17 +52,19 @@ class Still:
         self._sentence = ""  # of the picture that is there
         self._stood: tuple[str, bool] | None = None  # the run then, and whether it went on
 
-    def display(
-        self, view: Mapping[str, Any], state: DashboardState, history: History, places: tuple[str, str] | None = None
-    ) -> None:
-        """Show the `view`, a bundle of MIME types, and the picture below it; or both in `places`, outputs by display id."""
-        if places is None:
-            display(dict(view), raw=True)
-            display(self._bundle(state, history), raw=True, display_id=self._display_id)
-        else:
-            first, self._display_id = places
-            update_display(dict(view), raw=True, display_id=first)
-            update_display(self._bundle(state, history), raw=True, display_id=self._display_id)
+    def display(self, view: Mapping[str, Any], state: DashboardState, history: History) -> None:
+        """Show the `view`, a bundle of MIME types, and the picture below it."""
+        display(dict(view), raw=True)
+        display(self._bundle(state, history), raw=True, display_id=self._display_id)
+        self._note_drawn(state)
+
+    def display_in(self, display_id: str, state: DashboardState, history: History) -> None:
+        """Show the picture in an output that is there already."""
+        self._display_id = display_id
+        update_display(self._bundle(state, history), raw=True, display_id=display_id)
+        self._note_drawn(state)
+
+    def _note_drawn(self, state: DashboardState) -> None:
         self._since_s = self._clock()
         self._next_s = self._since_s + SOONEST_S
         self._sentence, self._stood = still_sentence(state), None

@@ -129,4 +129,35 @@ def test_cuda_only_code_on_the_cpu_says_so(open_notebook: OpenNotebook) -> None:
     # without the flag the cell fails as it always did
     notebook.run(2)
     notebook.output(2).get_by_text("Torch not compiled with CUDA enabled").first.wait_for()
-    notebook.output(2).get_by_text("nothing to control in this cell").first.wait_for()
+    notebook.output(2).get_by_text("the cell ended before it had trained a model").first.wait_for()
+
+
+SWEEP = """%%amp
+for lr in (0.1, 0.01, 0.001):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(10):
+        for inputs, labels in DataLoader(dataset, batch_size=16):
+            sgd.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            sgd.step()
+            time.sleep(0.03)
+    print("trained with", lr)
+"""
+DASHBOARDS = "sum(type(w).__name__ == 'Dashboard' for w in __import__('ipywidgets').Widget.widgets.values())"
+
+
+def test_the_dashboard_follows_a_sweep_and_is_freed_when_the_cell_runs_again(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([SETUP, SWEEP], height=1400)
+    notebook.run_and_wait(0, SLOW_S)
+    board = Dashboard(notebook, 1, NEWEST)
+    for _ in range(2):
+        notebook.run(1)
+        board.area.get_by_text("trained with 0.1").first.wait_for()
+        board.wait(lambda: board.points("loss line") >= 3, "no chart of the second model")
+        board.area.get_by_text("trained with 0.001").first.wait_for()
+        notebook.wait_cell(1, SLOW_S)
+        board.area.get_by_text("This session is closed").first.wait_for()
+        board.wait(lambda: board.points("loss line") == 40, "the chart of the last model is not whole")
+        assert board.area.locator(".ampw-dashboard:visible").count() == 1
+        assert notebook.kernel.eval(DASHBOARDS) <= 2

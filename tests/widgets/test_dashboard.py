@@ -14,6 +14,7 @@ from ipywidgets.widgets.widget import _instances as REGISTRY  # every widget tha
 from amp_widgets.core.settings import Settings
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.dashboard import CALM_S, COMPLAINT_S, IDLE_S, NUMBERS_S, PULL_S, QUIET_S, Dashboard
+from amp_widgets.widgets.frame import Frame
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.run_control import RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
@@ -583,14 +584,27 @@ def test_no_picture_without_display_and_a_failing_one_is_said(make, session_of, 
     assert "the picture for the notebook cannot be drawn: ZeroDivisionError" in part(dashboard, StatusLine).rejection
 
 
-def test_shown_in_outputs_that_are_there_its_picture_stays_in_the_second(make, session_of, stills, clock: Clock) -> None:
+def test_shown_in_outputs_that_are_there_its_picture_stays_in_the_second(
+    make, session_of, stills, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framed: list[Any] = []
+    monkeypatch.setattr(
+        "amp_widgets.widgets.frame.update_display", lambda data, *, raw, display_id: framed.append((display_id, data))
+    )
     session = session_of(run="running")
-    dashboard = make(session)
-    dashboard.show_in(("first", "second"))
-    assert [name for name, _ in stills] == ["first", "second"]
-    assert "application/vnd.jupyter.widget-view+json" in stills[0][1]
+    dashboard, other = make(session), make(session)
+    frame = Frame(("first", "second"))
+    frame.put(dashboard)
+    assert frame.children == (dashboard,)
+    assert [name for name, _ in stills] == ["second"]
+    frame.put(other)
+    assert frame.children == (other,)
+    ((name, bundle),) = framed  # shown once, whatever is in it
+    assert name == "first"
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == frame.model_id
+    frame.close()
     train(session, 2)
     clock.pass_(10.0)
     dashboard.tick()
-    assert [name for name, _ in stills] == ["first", "second", "second"]
+    assert [name for name, _ in stills] == ["second", "second", "second"]
     assert f'class="{part(dashboard, StatusLine).still}"' in stills[-1][1]["text/html"]
