@@ -38,7 +38,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 # One environment for each of the other ipykernels: tests/kernels.txt, and the tested versions of what these need.
 KERNEL_VENVS := .venv-kernels
-KERNELS := 6.17.1 6.31.0 7.0.1 7.1.0 7.3.0
+KERNELS ?= 6.31.0 7.0.1 7.3.0
 .PRECIOUS: $(KERNEL_VENVS)/%/.ready
 $(KERNEL_VENVS)/%/.ready: tests/kernels.txt constraints.txt | $(VENV)/.dev
 	@echo "installing ipykernel $* into $(@D)"

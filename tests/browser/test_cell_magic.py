@@ -154,6 +154,7 @@ def test_the_dashboard_follows_a_sweep_and_is_freed_when_the_cell_runs_again(ope
     for _ in range(2):
         notebook.run(1)
         board.area.get_by_text("trained with 0.1").first.wait_for()
+        board.wait_for_plot()
         board.wait(lambda: board.points("loss line") >= 3, "no chart of the second model")
         board.area.get_by_text("trained with 0.001").first.wait_for()
         notebook.wait_cell(1, SLOW_S)

@@ -58,11 +58,11 @@ class Dashboard:
         """What plotly.js has drawn: points by series and part, vertical lines, labels, the range of x."""
         drawn: dict[str, Any] = self.area.locator(".js-plotly-plot").first.evaluate(
             """plot => ({
-                points: Object.fromEntries(plot.data.map(t => [`${t.meta.series} ${t.meta.part}`,
+                points: Object.fromEntries((plot.data ?? []).map(t => [`${t.meta.series} ${t.meta.part}`,
                     Array.from(t.y).filter(v => v !== null && !Number.isNaN(v)).length])),
-                lines: plot.layout.shapes.filter(s => s.visible !== false && s.x0 === s.x1).map(s => s.x0),
-                labels: plot.layout.annotations.filter(a => a.visible !== false).map(a => a.text),
-                range: plot._fullLayout.xaxis.range,
+                lines: (plot.layout?.shapes ?? []).filter(s => s.visible !== false && s.x0 === s.x1).map(s => s.x0),
+                labels: (plot.layout?.annotations ?? []).filter(a => a.visible !== false).map(a => a.text),
+                range: plot._fullLayout?.xaxis.range,
                 width: plot.getBoundingClientRect().width })"""
         )
         return drawn
