@@ -63,7 +63,7 @@ class Capture:
     ) -> None:
         self.session: LiveLoop | None = None
         self.why_not: str | None = None
-        """Why there is no session."""
+        """Why there is no session, or what went wrong in watching the code; said in the dashboard where there is one."""
         self._make_session = make_session
         self._on_found = on_found
         self._model_name = model_name
@@ -135,6 +135,8 @@ class Capture:
         if loop is None:
             return []
         said = []
+        if self.why_not is not None:
+            said.append(f"A part of this cell could not be watched: {self.why_not}.")
         if self.added:
             said.append(f"Added by amp_widgets: {' and '.join(self.added)}; your loop has none of its own.")
         if self._steps_in_backward and loop.adds_scaling:
@@ -423,7 +425,8 @@ class Capture:
     def _adopt(self, loop: LiveLoop, scaler: torch.amp.GradScaler) -> bool:
         try:
             loop.adopt_scaler(scaler)
-        except TypeError:
+        except TypeError as error:
+            self.why_not = f"its {type(scaler).__name__} cannot be controlled: {error}"
             return False
         return True
 

@@ -365,3 +365,23 @@ def test_another_thread_that_calls_the_model_does_not_train_it() -> None:
         thread.join()
     assert watched.sessions[0].status().step == 300
     assert not watched.sessions[0].history.columns("loss")["loss"].tolist().count(float("nan"))
+
+
+def test_what_cannot_be_watched_is_said_and_the_code_goes_on() -> None:
+    class Rigid(torch.amp.GradScaler):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "__class__":
+                raise TypeError("it stays what it is")
+            super().__setattr__(name, value)
+
+    model, optimizer = make()
+    scaler = Rigid("cpu", init_scale=8.0)
+    watched = Watched()
+    with watched.capture:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(X).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert "its Rigid cannot be controlled: it stays what it is" in watched.said[-1]
