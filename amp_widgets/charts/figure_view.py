@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
+from amp_widgets.charts.asset import PlotlyAsset, page_script, plotly_asset
 from amp_widgets.charts.look import Theme
 
 try:
@@ -20,11 +20,6 @@ except ImportError as error:
     raise missing_extra(error) from error
 
 _HERE = pathlib.Path(__file__).parent
-
-
-def page_script(name: str) -> str:
-    """The JavaScript of a chart, after what all of them share."""
-    return (_HERE / "plotly_page.js").read_text(encoding="utf-8") + (_HERE / f"{name}.js").read_text(encoding="utf-8")
 
 
 class FigureView(anywidget.AnyWidget):

@@ -8,7 +8,6 @@ const ZOOM_REST_MS = 150;
 const NARROWEST_GAP_PX = 1.5;
 const MARK_PX = 6;
 const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "" };
-const LOADED = Symbol.for("amp_widgets.plotly");
 
 export default () => {
   let run;
@@ -497,36 +496,6 @@ class View {
   }
 }
 
-// plotly.js, unpacked once a page and version, without touching a Plotly that the page has already.
-async function loadedPlotly(model) {
-  const manager = model.widget_manager;
-  const asset = await manager.get_model(String(model.get("asset")).replace("IPY_MODEL_", ""));
-  const loaded = (globalThis[LOADED] ??= new Map());
-  const version = asset.get("version");
-  if (!loaded.has(version)) {
-    const loading = evaluated(asset.get("gzipped"));
-    loaded.set(version, loading);
-    loading.catch(() => loaded.delete(version));
-  }
-  return loaded.get(version);
-}
-
-async function evaluated(gzipped) {
-  const stream = new Blob([gzipped]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const script = await new Response(stream).text();
-  // Its own `define`, `module` and `window.Plotly` would be the page's.
-  const before = "const module = undefined, exports = undefined, define = undefined;\n";
-  const url = URL.createObjectURL(new Blob([before, script, "\nexport default globalThis.Plotly;"], { type: "text/javascript" }));
-  const had = Object.getOwnPropertyDescriptor(globalThis, "Plotly");
-  try {
-    return (await import(url)).default;
-  } finally {
-    URL.revokeObjectURL(url);
-    if (had) Object.defineProperty(globalThis, "Plotly", had);
-    else delete globalThis.Plotly;
-  }
-}
-
 function tell(model, message) {
   try {
     model.send(message);
@@ -641,14 +610,6 @@ function grown(values, size) {
   const larger = new Float64Array(size);
   larger.set(values);
   return larger;
-}
-
-function isDark() {
-  const { body, documentElement } = document;
-  if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false"; // JupyterLab, Notebook
-  if (body.dataset.vscodeThemeKind) return body.dataset.vscodeThemeKind.includes("dark"); // VS Code
-  if (documentElement.hasAttribute("theme")) return documentElement.getAttribute("theme") === "dark"; // Colab
-  return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
 function wrapped(text, characters) {

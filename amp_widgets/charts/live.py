@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from amp_widgets.charts import flags, look
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
+from amp_widgets.charts.asset import PlotlyAsset, page_script, plotly_asset
 from amp_widgets.charts.decimate import Points
 from amp_widgets.charts.figures import training_figure
 from amp_widgets.charts.labels import EventLike
@@ -62,7 +62,7 @@ class TrainingChart(anywidget.AnyWidget):
     """
 
     # The text and not the path: for a path anywidget keeps every instance for ever, so as to reload it when the file changes.
-    _esm = (pathlib.Path(__file__).parent / "live.js").read_text(encoding="utf-8")
+    _esm = page_script("live")
     _css = (pathlib.Path(__file__).parent / "live.css").read_text(encoding="utf-8")
     spec = traitlets.Dict().tag(sync=True)
     asset = traitlets.Instance(PlotlyAsset).tag(sync=True, **widget_serialization)
