@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, BrowserContext
 
     from harness.notebook import Notebook
     from harness.server import Lab
@@ -25,7 +25,7 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-VIEWPORT = {"width": 1280, "height": 1000}
+WIDTH_PX, HEIGHT_PX = 1280, 1000
 
 failed_key = pytest.StashKey[bool]()
 
@@ -72,11 +72,18 @@ def browser(in_ci: bool) -> Iterator[Browser]:
         started.close()
 
 
+@pytest.fixture(scope="session")
+def context(browser: Browser) -> BrowserContext:
+    """What all pages share: with a cache of its own, each would load and compile JupyterLab anew, which takes seconds."""
+    return browser.new_context()
+
+
 @pytest.fixture
-def open_notebook(lab: Lab, browser: Browser, request: pytest.FixtureRequest) -> Iterator[OpenNotebook]:
+def open_notebook(lab: Lab, context: BrowserContext, request: pytest.FixtureRequest) -> Iterator[OpenNotebook]:
     """Opens notebooks, each in a page of its own 1280 pixels wide; afterwards the browser's console must show no error."""
     from harness.notebook import Notebook
 
+    lab.forget_theme()
     opened: list[Notebook] = []
 
     def open_one(
@@ -84,13 +91,13 @@ def open_notebook(lab: Lab, browser: Browser, request: pytest.FixtureRequest) ->
         *,
         path: Path | None = None,
         name: str | None = None,
-        height: int = VIEWPORT["height"],
+        height: int = HEIGHT_PX,
         kernel: bool = True,
     ) -> Notebook:
         if name is None:
             name = lab.copy_notebook(path) if path is not None else lab.write_notebook(cells)
-        context = browser.new_context(viewport={"width": VIEWPORT["width"], "height": height})
         notebook = Notebook(lab, context.new_page(), name)
+        notebook.page.set_viewport_size({"width": WIDTH_PX, "height": height})
         opened.append(notebook)
         notebook.open(kernel=kernel)
         return notebook
@@ -102,7 +109,7 @@ def open_notebook(lab: Lab, browser: Browser, request: pytest.FixtureRequest) ->
         if failed and not notebook.page.is_closed():
             name = f"failed-{request.node.name}-{number}"
             print(f"picture: {notebook.screenshot(name)}\nconsole: {notebook.errors}")
-        notebook.page.context.close()
+        notebook.page.close()
     for name in {notebook.name for notebook in opened}:
         lab.end_kernels(name)
     if failed:

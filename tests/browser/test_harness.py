@@ -9,6 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from conftest import OpenNotebook
+    from harness.server import Lab
 
 SLIDER = """
 import ipywidgets
@@ -66,10 +67,18 @@ def test_a_reload_and_the_theme(open_notebook: OpenNotebook) -> None:
 
     background = "() => getComputedStyle(document.body).getPropertyValue('--jp-layout-color0').trim()"
     colours = {}
-    for theme in ("dark", "light"):
+    for theme in ("light", "dark"):
         notebook.set_theme(theme)
         colours[theme] = notebook.page.evaluate(background)
     assert colours["light"] != colours["dark"]
+
+
+def test_a_page_starts_light_whatever_the_test_before_has_left(open_notebook: OpenNotebook, lab: Lab) -> None:
+    notebook = open_notebook()
+    assert notebook.page.evaluate("document.body.dataset.jpThemeLight") == "true"
+    notebook.set_theme("dark")
+    lab.forget_theme()
+    assert open_notebook().page.evaluate("document.body.dataset.jpThemeLight") == "true"
 
 
 def test_a_wide_output_two_pages_and_a_restart(open_notebook: OpenNotebook) -> None:

@@ -137,6 +137,10 @@ class Lab:
         shutil.copy(path, self.notebooks / name)
         return name
 
+    def forget_theme(self) -> None:
+        """Pages opened afterwards are light: JupyterLab keeps the theme that a page has chosen."""
+        (self.home / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings").unlink(missing_ok=True)
+
     def end_kernels(self, notebook: str) -> None:
         """End the kernel of a notebook, also a busy one."""
         for session in self.api("sessions"):
