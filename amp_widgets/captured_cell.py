@@ -53,6 +53,7 @@ class CapturedCell:
         self._on_cpu = on_cpu
         self._mapped = False
         self._requests: list[tuple[Mapping[str, Any], int | None]] = []
+        self._budget: float | None = None
         self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
         self._picture: Picture | None = None
         self._shown = False
@@ -90,6 +91,19 @@ class CapturedCell:
         self._requests.append((changes, at_step))
         return changes
 
+    def set_budget(self, budget: float | None) -> None:
+        """Set the session's `memory_budget`, also before the loop has begun.
+
+        Raises
+        ------
+        SettingsError
+            When the model's memory cannot have one, as far as the model is known.
+        """
+        if self.session is None:
+            self._budget = budget
+        else:
+            self.session.memory_budget = budget
+
     def _found(self, loop: LiveLoop) -> None:
         """The model is known: show the dashboard."""
         assert isinstance(loop, AmpSession)
@@ -103,6 +117,11 @@ class CapturedCell:
                 _ask(loop, changes, at_step)
             except SettingsError as error:  # only now that the model is known; the dashboard says it too, until the next change
                 print(f"%amp set: refused: {error}")
+        if self._budget is not None:
+            try:
+                loop.memory_budget = self._budget
+            except SettingsError as error:
+                print(f"%amp budget: refused: {error}")
         self._requests.clear()  # a second model in the cell is another story
         self._shown = True
         try:

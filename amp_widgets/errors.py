@@ -67,3 +67,7 @@ class DemoError(AmpWidgetsError, ValueError):
 
 class MagicError(AmpWidgetsError, ValueError):
     """A ``%amp`` line that cannot be understood."""
+
+
+class FormatError(AmpWidgetsError, ValueError):
+    """A number format was named that does not exist, or asked for what it does not have."""

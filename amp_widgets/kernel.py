@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 #: The messages that are handled during a cell: those of widgets, and what a page asks for when it is loaded again.
@@ -149,6 +150,23 @@ def on_interrupt(callback: Callable[[], None]) -> Callable[[], None]:
     return interrupts.add(callback)
 
 
+def when_shown(call: Callable[[], None]) -> bool:
+    """Call it when the cell that is running is over and its error was shown; False, and no call, where none is running.
+
+    For what takes the variables away from the frames of an error, which IPython reads to show it.
+    """
+    shell = _running_shell()
+    if shell is None:
+        return False
+
+    def once(result: object) -> None:
+        shell.events.unregister("post_run_cell", once)
+        call()
+
+    shell.events.register("post_run_cell", once)
+    return True
+
+
 def _as_asked(data: object, default: Any) -> Any:
     return default
 
@@ -157,6 +175,20 @@ _Frames = Sequence[Any]  # of zmq.Frame: one message, as it comes off the socket
 
 _shells: dict[int, _MainShell] = {}  # by id of the kernel; a process has one, but for embedded ones
 _interrupts: dict[int, _Interrupts] = {}
+
+
+def _running_shell() -> Any:
+    """IPython's shell, if it is running a cell on this thread."""
+    running = sys.modules.get("IPython.core.interactiveshell")
+    if running is None:
+        return None
+    code = running.InteractiveShell.run_code.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
 
 
 def _kernel() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -10,7 +11,9 @@ from typing import Any
 from IPython.core.display_functions import display
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from amp_widgets.analysis.weights import weight_samples
 from amp_widgets.captured_cell import NO_DASHBOARD, CapturedCell
+from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo
 from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError
@@ -27,6 +30,8 @@ HELP = """\
                                    scaling=off growth_interval=100 max_scale=none
                                    checkpointed=layers.0,layers.2 (or layers.*, or none)
 %amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop
+%amp budget 200MB                  memory that a step on a CPU may hold: above it, it is out of memory (also: off)
+%amp formats                       a number in each number format, bit by bit
 %amp close                         let go of the model"""
 
 
@@ -69,6 +74,10 @@ class AmpMagics(Magics):
             _show_status()
         elif words[0] == "set":
             self._set(words[1:])
+        elif words[0] == "budget":
+            self._set_budget(words[1:])
+        elif words == ["formats"]:
+            _show_formats()
         elif words[0] == "demo":
             if len(words) > 2:
                 raise MagicError(f"%amp demo: got {len(words) - 1} names, expected one of {', '.join(DEMOS)}")
@@ -135,6 +144,24 @@ class AmpMagics(Magics):
         text = " ".join(words) if told is changes else describe_changes(told)  # as typed while the layers are not known
         print(f"requested: {text}; in force from {when}{whose}")
 
+    def _set_budget(self, words: list[str]) -> None:
+        if len(words) not in (1, 2):
+            raise MagicError("%amp budget: expected a size such as 200MB or 200e6, or off")
+        budget = parse_size("".join(words))
+        whose = ""
+        if self._cell is not None:
+            self._cell.set_budget(budget)
+        else:
+            session = newest_session()
+            if session is None:
+                raise MagicError(
+                    "%amp budget: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
+                    "AmpSession(model, optimizer). For a %%amp cell, put this line into the cell, above its loop"
+                )
+            session.memory_budget = budget
+            whose = f" of the session on {session.model_type}"
+        print(f"memory budget{whose}: {'off' if budget is None else memory_text(budget)}, from the next step on")
+
     def _adopt(self, make: Any) -> None:
         session = make()
         self.close()  # a cell that is run again must not leave the former run training
@@ -167,7 +194,7 @@ class AmpMagics(Magics):
         first, *rest = name.split(".")
         if not all(part.isidentifier() for part in (first, *rest)) or first not in self.shell.user_ns:
             raise MagicError(
-                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'close', or the name of a model in this notebook; "
+                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'close', or the name of a model in this notebook; "
                 "%amp alone shows the help"
             )
         value = self.shell.user_ns[first]
@@ -211,6 +238,28 @@ def parse_settings(words: list[str]) -> dict[str, Any]:
     return changes
 
 
+def parse_size(text: str) -> float | None:
+    """``"200MB"``, ``"1.5GiB"`` or ``"200e6"`` → bytes; ``"off"`` → None.
+
+    kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024.
+
+    Raises
+    ------
+    MagicError
+        When it is no size.
+    """
+    if text.lower() in ("off", "none"):
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    unit = "" if found is None else found[2].lower()
+    if found is None or unit not in _UNITS:
+        raise MagicError(
+            f"%amp budget: got {text!r}, expected a size such as 200MB, 1.5GiB or 200e6 (bytes), or off; units: kB MB GB TB "
+            "(powers of 1000) and KiB MiB GiB TiB (of 1024)"
+        )
+    return float(found[1]) * _UNITS[unit]
+
+
 def _parse(name: str, text: str) -> Any:
     if name == "autocast":
         return text
@@ -240,6 +289,9 @@ def _words(line: str) -> list[str]:
 
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "mb": 1e6, "m": 1e6, "gb": 1e9, "g": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _POWER = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\*\*|\^)\s*(-?\d{1,4})")
 
 
@@ -281,8 +333,25 @@ def _show_status() -> None:
     if state.last_rejection:
         print(f"rejected: {state.last_rejection}")
     print(f"memory:   {state.memory_source}")
+    if session.memory_budget is not None:
+        print(f"budget:   {memory_text(session.memory_budget)} a step")
+    death = session.out_of_memory
+    if death is not None:
+        print(f"died:     {death.report[0]}; session.out_of_memory.report says more")
     if not _has_widgets():
         display(Picture(session, "The charts as they stand:"))
+
+
+def _show_formats() -> None:
+    try:
+        from amp_widgets.widgets.format_lab import FormatLab
+    except ImportError as error:
+        raise MissingExtraError(
+            f"%amp formats: {error}; install the widgets with: pip install 'amp-widgets[notebook]'"
+        ) from error
+
+    session = newest_session()
+    display(FormatLab(weights=None if session is None else functools.partial(weight_samples, session)))
 
 
 def _has_widgets() -> bool:

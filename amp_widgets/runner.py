@@ -101,6 +101,7 @@ class Runner:
         self._over = threading.Event()
         self._over.set()
         self._error: BaseException | None = None
+        self._sentence: str | None = None  # on how it failed
         self.error_text: str | None = None
         self.samples = 0
         """Samples in the newest batch, 0 before the first."""
@@ -262,6 +263,8 @@ class Runner:
             finally:
                 loop.abandon_step()
         except BaseException as error:  # the user's code may raise anything; it is kept for wait()
+            if loop.died(error):
+                self._sentence = _OUT_OF_MEMORY
             return self._fail(error)
 
     def _end(self, ended: RunState) -> None:
@@ -269,7 +272,7 @@ class Runner:
             with self._changed:
                 if not self._resetting:  # seen and entered under one lock: a reset comes before the end or finds no run
                     self._loop.own(None)
-                    self._enter(ended)
+                    self._enter(ended, self._sentence if ended == "failed" else None)
                     return
             try:
                 self._reset_now()
@@ -368,7 +371,7 @@ class Runner:
         if self._loop.closed:
             raise RunError(f"{verb}: the session was closed; make a new AmpSession")
         self._over.wait()  # the last run has entered its last state and only has to return
-        self._error = self.error_text = None
+        self._error = self._sentence = self.error_text = None
         self._stopping = self._resetting = False
         self._pausing = pausing
         self._steps_allowed = steps_allowed
@@ -429,6 +432,7 @@ _SENTENCES: Mapping[str, str] = {
     "finished": "finished",
     "failed": "failed: an exception in the training loop",
 }
+_OUT_OF_MEMORY = "failed: out of memory; change what is in force and start again, from the present weights"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

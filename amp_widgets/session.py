@@ -9,12 +9,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from amp_widgets import kernel
+from amp_widgets.analysis.parity import ParityReport, check
+from amp_widgets.analysis.precision import PrecisionReport, precision_cost
+from amp_widgets.analysis.preflight import Findings, preflight
+from amp_widgets.analysis.profiled_step import LayerProfiles, ProfiledStep
 from amp_widgets.analysis.step_profile import profile_step
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
@@ -82,6 +86,7 @@ class AmpSession(LiveLoop):
             model, _as_tuple(optimizer), memory_every=memory_every, reset_peak=reset_peak, history_capacity=history_capacity
         )
         self.model_type = type(model).__name__
+        self.release_later = kernel.when_shown
         self._runner: Runner | None = None
         self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
@@ -122,6 +127,7 @@ class AmpSession(LiveLoop):
                         bar.update()
         finally:
             self.loop_ended()
+            self.release_after_death()
             self.break_off_step()  # a last, incomplete accumulation may go on after the loop
 
     @property
@@ -238,7 +244,7 @@ class AmpSession(LiveLoop):
 
     def profile_step(
         self, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], *, label: str | None = None
-    ) -> StepProfile:
+    ) -> ProfiledStep:
         """Where the memory goes in one step on `batch`, by kind and by layer; everything is as before afterwards.
 
         See `amp_widgets.analysis.step_profile.profile_step`. For a step of the run itself: `profile_next_step`, `profiles`.
@@ -246,6 +252,81 @@ class AmpSession(LiveLoop):
         if self.run_state == "running":
             raise RunError("profile_step: a background run is training; pause it first: session.pause()")
         return profile_step(self, batch, loss_fn, label=label)
+
+    def layer_profile(
+        self,
+        batch: tuple[Any, Any] | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        layers: str = "**",
+    ) -> LayerProfiles:
+        """What each layer holds and takes in a step, and about what checkpointing it would save and cost.
+
+        Parameters
+        ----------
+        batch, loss_fn
+            As in `profile_step`. Without them, the newest profiled step of the run.
+        layers
+            A name or glob.
+
+        Raises
+        ------
+        LayerError
+            When no layer matches.
+        RunError
+            As in `profile_step`, and without a batch when no step of the run was profiled.
+        """
+        if batch is not None and loss_fn is not None:
+            return LayerProfiles.of(self.profile_step(batch, loss_fn), layers)
+        if batch is not None or loss_fn is not None:
+            missing = "batch" if batch is None else "loss_fn"
+            raise RunError(f"layer_profile: got no {missing}, expected layer_profile(batch, loss_fn), or none of both")
+        if not self.profiles:
+            raise RunError(
+                "layer_profile: no step was profiled yet; call session.profile_next_step() and train one, or pass a batch"
+            )
+        return LayerProfiles.of(self.profiles[-1], layers)
+
+    @property
+    def profiles(self) -> tuple[ProfiledStep, ...]:
+        """Of the steps that were profiled, the newest last, at most `amp_widgets.core.loop.PROFILES_KEPT`."""
+        return tuple(map(ProfiledStep.of, super().profiles))
+
+    def keep_profile(self, profile: StepProfile) -> None:
+        """Put it among `profiles`, with a picture."""
+        super().keep_profile(ProfiledStep.of(profile))
+
+    # ---- are the numbers still right --------------------------------------------------------------------------------
+
+    def check(self, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> ParityReport:
+        """Whether loss, gradients, buffers and random states are those without checkpointing, and how far autocast is from fp32.
+
+        Nothing is trained; everything is as before afterwards. See `amp_widgets.analysis.parity.check`.
+        """
+        return check(self, batch, loss_fn)
+
+    def precision_cost(
+        self,
+        batch: tuple[Any, Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        formats: Sequence[str] = ("fp16", "bf16"),
+        reference: Literal["fp32", "fp64"] = "fp32",
+    ) -> PrecisionReport:
+        """The relative error of each layer's outputs and gradients in these formats, worst first.
+
+        Everything is as before afterwards. See `amp_widgets.analysis.precision.precision_cost`.
+        """
+        return precision_cost(self, batch, loss_fn, formats=formats, reference=reference)
+
+    def preflight(
+        self, batch: tuple[Any, Any] | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    ) -> Findings:
+        """What will go wrong, or may, with mixed precision and checkpointing of this model, also on a GPU; and the cures.
+
+        With a batch, one forward pass is watched, too. See `amp_widgets.analysis.preflight.preflight`.
+        """
+        return preflight(self, batch, loss_fn)
 
     # ---- the dashboard ----------------------------------------------------------------------------------------------
 
@@ -265,6 +346,7 @@ class AmpSession(LiveLoop):
             ) from error
 
         self._serve_busy_cells()
+        self.profile_changes = True
         dashboard = Dashboard(self)
         for widget in dashboard.widgets():
             kernel.answer_where_asked(widget.comm)
@@ -368,6 +450,8 @@ class AmpSession(LiveLoop):
         gap = self.memory_gap
         if gap is not None:
             notes.append(f"The memory of the last step was not measured: {gap}.")
+        if self.budget_gap is not None:
+            notes.append(self.budget_gap)
         if self._pump is not None and self._pump.why_not:
             notes.append(self._pump.why_not)
         notes += [f"From step {request.at_step} on: {describe_changes(request.changes)}." for request in self.scheduled]

@@ -424,3 +424,40 @@ def test_reload_ext_three_times(kernel: Kernel) -> None:
     gone = kernel.run("%%amp\npass")
     assert gone.error is not None or "not found" in gone.printed
     assert kernel.run("%load_ext amp_widgets").error is None
+
+
+PLAIN = """
+model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randn(200, 12), torch.randint(0, 4, (200,))
+seen = []
+for layer in model:
+    layer.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out.untyped_storage())))
+for _ in range(3):
+    optimizer.zero_grad()
+    outputs = model(x)
+    loss = nn.functional.cross_entropy(outputs, y)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_out_of_memory_in_a_cell(kernel: Kernel) -> None:
+    """One error as usual, the report is kept, the memory is free, and the cell can be run again."""
+    kernel.run("import gc, weakref")
+    cell = kernel.run("%%amp\n%amp budget 150kB" + PLAIN)
+    assert cell.status == "error"
+    assert cell.error is not None
+    assert cell.error["ename"] == "MemoryBudgetError"
+    shown = "\n".join(cell.error["traceback"])
+    assert "amp_widgets/capture" not in shown
+    assert "failed resolving arguments" not in shown  # it was shown before what it holds was freed
+    assert "memory budget: 150.0 kB" in cell.printed
+    assert kernel.value("session.out_of_memory.report[0]").startswith("Out of memory at step 1 (fp32) in the ")
+    assert kernel.value("[event.kind for event in session.history.events('out_of_memory')]") == ["out_of_memory"]
+    assert kernel.value("(gc.collect(), len({id(s) for r in seen if (s := r()) is not None}))[1]") <= 1
+    assert kernel.value("(session.closed, torch._C._len_torch_dispatch_stack(), len(session.history))") == (True, 0, 1)
+    assert kernel.value("loss.item() > 0") is True
+    cell = kernel.run("%%amp\n%amp budget off" + PLAIN)
+    assert cell.error is None
+    assert kernel.value("(len(session.history), session.out_of_memory)") == (3, None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("IPython")
 
@@ -475,3 +476,47 @@ def test_the_shells_own_choice_of_what_is_displayed(kernel: Kernel, interactivit
             assert _comparable(kernel.run("%%plainly\n" + body)[0], 1) == _comparable(kernel.run(body)[0], 0)
     finally:
         kernel.text("shell.ast_node_interactivity = 'last_expr'")
+
+
+DIES_IN_BACKWARD = """
+import weakref, torch
+from torch import nn
+from amp_widgets.session import AmpSession
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x, y = torch.randn(512, 64), torch.randint(4, (512,))
+made = []
+net[1].register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+session = AmpSession(net, optimizer)
+
+def loop():
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        globals().update(loss=loss)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_what_a_plain_loop_that_ran_out_of_memory_held_is_free_once_its_cell_has_ended(shell: Any, capsys: Any) -> None:
+    assert shell.run_cell(DIES_IN_BACKWARD).success
+    assert shell.run_cell("session.profile_next_step()\nloop()").success
+    shell.run_cell(
+        "profile = session.profiles[-1]\n"
+        "forward = max(phase.stop for phase in profile.phases if phase.name in ('forward', 'loss'))\n"
+        "session.memory_budget = int(profile.total_bytes[:forward].max()) + 1000\n"
+        "made.clear()"
+    )
+    failed = shell.run_cell("loop()")
+    assert isinstance(failed.error_in_exec, torch.OutOfMemoryError)
+    assert "failed resolving arguments" not in capsys.readouterr().out
+    assert shell.user_ns["loss"].item() > 0
+    assert [reference() for reference in shell.user_ns["made"]] == [None]
+    assert shell.user_ns["session"].step_in_progress is False
+    assert not [one for one in shell.events.callbacks["post_run_cell"] if "once" in repr(one)]
+    shell.run_cell("session.memory_budget = None")
+    assert shell.run_cell("loop()").success
+    shell.run_cell("session.close()")

@@ -13,7 +13,9 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "amp_widgets"
 OPTIONAL = ("IPython", "ipykernel", "ipywidgets", "anywidget", "plotly", "tsdownsample", "sklearn", "comm", "traitlets")
-WITHOUT_TORCH = ("amp_widgets", "amp_widgets.errors", "amp_widgets.core.settings", "amp_widgets.core.history")
+WITHOUT_TORCH = (
+    "amp_widgets", "amp_widgets.errors", "amp_widgets.core.settings", "amp_widgets.core.history", "amp_widgets.core.formats",
+)  # fmt: skip
 
 
 def core_modules() -> list[str]:

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
 from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, SettingsError
-from amp_widgets.magics import parse_settings
+from amp_widgets.magics import parse_settings, parse_size
 from amp_widgets.session import AmpSession, newest_session
 
 
@@ -109,7 +109,7 @@ def test_a_demo(shell: Any) -> None:
     [
         ("demo mnist", DemoError, "expected one of"),
         ("demo digits text", MagicError, "got 2 names"),
-        ("nothing_here", MagicError, "expected 'demo', 'set', 'close', or the name of a model"),
+        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'close', or the name of a model"),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
         ("net optim more", MagicError, "expected one of these"),
@@ -166,3 +166,53 @@ def test_brackets_of_globs_are_kept() -> None:
     assert parse_settings(["checkpointed=layers.[02]"]) == {"checkpointed": ("layers.[02]",)}
     assert parse_settings(["checkpointed=[02]*"]) == {"checkpointed": ("[02]*",)}
     assert parse_settings(["checkpointed=['a','b']"]) == {"checkpointed": ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("200e6", 200e6),
+        ("200MB", 200e6),
+        ("200mb", 200e6),
+        ("1.5GB", 1.5e9),
+        (".5 kB", 500.0),
+        ("3 KiB", 3 * 1024.0),
+        ("2MiB", 2 * 1024.0**2),
+        ("1GiB", 1024.0**3),
+        ("12", 12.0),
+        ("12B", 12.0),
+        ("off", None),
+        ("None", None),
+    ],
+)
+def test_sizes(text: str, size: float | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "12 apples", "-5", "1e", "0x10", "1,5GB", "nan", "inf"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(MagicError, match="expected a size such as 200MB"):
+        parse_size(text)
+
+
+def test_budget(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MagicError, match="there is no session yet"):
+        shell.run_line_magic("amp", "budget 1MB")
+    model = put_model(shell)
+    optimizer = shell.user_ns["optim"]
+    session = AmpSession(model, optimizer)
+    shell.run_line_magic("amp", "budget 1.5 kB")
+    assert session.memory_budget == 1500
+    assert "memory budget of the session on Sequential: 1.5 kB, from the next step on" in capsys.readouterr().out
+    with pytest.raises(torch.OutOfMemoryError), session.autocast():
+        model(torch.ones(1000, 2))
+    shell.run_line_magic("amp", "")
+    said = capsys.readouterr().out
+    assert "budget:   1.5 kB a step" in said
+    assert "died:     Out of memory at step 0 (fp32)" in said
+    shell.run_line_magic("amp", "budget off")
+    assert session.memory_budget is None
+    for line in ("budget", "budget 0", "budget many bytes of it", "budget -1MB"):
+        with pytest.raises((MagicError, SettingsError)):
+            shell.run_line_magic("amp", line)
+    session.close()

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from amp_widgets.analysis.profiled_step import ProfiledStep
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.core.autocast import autocast_context
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory import meter_for
-from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import describe_settings
 from amp_widgets.errors import RunError
 
 
 def profile_step(
     loop: LiveLoop, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], *, label: str | None = None
-) -> StepProfile:
+) -> ProfiledStep:
     """Train one step with the settings in force, profile its memory, and take it back.
 
     An optimizer that has no state yet, as before its first step, gets one in a step before that is not profiled.
@@ -73,4 +73,4 @@ def profile_step(
             meter.close()
     if profile is None:
         raise RunError(f"profile_step: the step could not be profiled: {because}")
-    return profile
+    return ProfiledStep.of(profile)

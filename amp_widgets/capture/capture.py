@@ -109,6 +109,9 @@ class Capture:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        loop = self.session
+        if loop is not None:
+            loop.died(error)
         self._undo.close()
 
     @property
@@ -176,10 +179,10 @@ class Capture:
             return None
         return loop.settings.autocast
 
-    def region_ended(self, failed: bool) -> None:
+    def region_ended(self, error: BaseException | None) -> None:
         loop = self._loop()
         if loop is not None:
-            loop.exit_autocast(failed)
+            loop.exit_autocast(error)
 
     # ---- what stands in for torch's own -----------------------------------------------------------------------------
 
@@ -200,7 +203,12 @@ class Capture:
             # hot: once for each module in each forward pass. The first question lets torch.compile see the original alone.
             if is_compiling() or self._within or not torch.is_grad_enabled():
                 return original(module, *args, **kwargs)
-            return self._called(module, lambda: original(module, *args, **kwargs))
+
+            def call() -> Any:
+                __tracebackhide__ = True
+                return original(module, *args, **kwargs)
+
+            return self._called(module, call)
 
         return call_module
 
@@ -258,10 +266,14 @@ class Capture:
                 return original(tensors, *args, **kwargs)
             begun = loop.backward_begins(tensors, scale=not (self._in_closure or self._steps_in_backward))
             self._scaled_last = begun is not tensors
-            if not self._scaled_last:
-                return original(tensors, *args, **kwargs)
-            parameters = {id(leaf): leaf for leaf in (*leaves_of(tensors), *loop.parameters())}
-            return backward_scaled(loop.scaler, lambda: original(begun, *args, **kwargs), parameters.values())
+            try:
+                if not self._scaled_last:
+                    return original(tensors, *args, **kwargs)
+                parameters = {id(leaf): leaf for leaf in (*leaves_of(tensors), *loop.parameters())}
+                return backward_scaled(loop.scaler, lambda: original(begun, *args, **kwargs), parameters.values())
+            except RuntimeError as error:
+                loop.died(error)
+                raise
 
         return backward
 

@@ -25,8 +25,8 @@ class RegionListener(Protocol):
     def region_in_backward(self, device_type: str) -> AutocastName | None:
         """The same in a backward pass, where a forward pass is run once more."""
 
-    def region_ended(self, failed: bool) -> None:
-        """A region is left that `region_begins` has told of."""
+    def region_ended(self, error: BaseException | None) -> None:
+        """A region is left that `region_begins` has told of, by an exception perhaps."""
 
 
 class Regions:
@@ -103,7 +103,7 @@ class Regions:
                 return original(region, kind, error, trace)
             finally:
                 if told:
-                    self._listener.region_ended(kind is not None)
+                    self._listener.region_ended(error)
 
         return leave
 

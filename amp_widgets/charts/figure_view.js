@@ -14,7 +14,7 @@ class FigurePage {
   constructor(model, el) {
     this.model = model;
     this.root = document.createElement("div");
-    this.root.className = "amp-chart amp-figure";
+    this.root.className = "amp-figure";
     this.root.setAttribute("role", "figure");
     this.note = document.createElement("p");
     this.note.className = "amp-figure-note";
@@ -72,11 +72,11 @@ class FigurePage {
     this.plot.hidden = empty;
     this.say(empty ? this.model.get("note") : this.plotly ? "" : "Loading the figure …");
     const width = Math.floor(this.root.clientWidth);
-    if (empty || width < 50) return; // out of sight; when it comes into sight its width changes
+    this.width = width;
+    if (empty || width < 50) return; // out of sight; when it comes into sight its width changes, and it is drawn
     this.plotly ??= await loadedPlotly(this.model);
     if (this.ended.signal.aborted) return;
     this.say("");
-    this.width = width;
     const { data, layout } = structuredClone({ data: figure.data, layout: figure.layout });
     if (isDark()) for (const [path, value] of figure.dark) put({ data, layout }, path, value);
     const described = layout.paper_bgcolor;

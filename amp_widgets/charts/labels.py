@@ -20,7 +20,7 @@ class EventLike(Protocol):
     def detail(self) -> Mapping[str, Any]: ...
 
 
-MARKED_KINDS = ("applied", "rejected", "run", "note")
+MARKED_KINDS = ("applied", "rejected", "run", "note", "out_of_memory")
 """The kinds that get a mark of their own. A skip has its mark on the scale, whose line shows the changes of scale, too."""
 
 LABEL_CHARACTERS = 60

@@ -160,8 +160,8 @@ class View {
     theme.observe(document.body, attributes);
     theme.observe(document.documentElement, attributes);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw, { signal });
-    // A redraw in the middle of a drag would end it.
-    this.plot.addEventListener("pointerdown", () => (this.held = true), { signal, capture: true });
+    // A redraw in the middle of a drag would end it. The end of a press that opens a menu may never be told.
+    this.plot.addEventListener("pointerdown", (event) => (this.held = event.button === 0), { signal, capture: true });
     for (const type of ["pointerup", "pointercancel"]) {
       addEventListener(type, () => this.held && ((this.held = false), this.schedule()), { signal, capture: true });
     }

@@ -38,7 +38,13 @@ TOP_EDGE = 0.96
 """Where losses that are not finite are marked, as a part of the height of the loss plot."""
 UNWANTED_BUTTONS = ("select2d", "lasso2d", "sendChartToCloud")
 """The last one sends all data of the chart to Plotly's server."""
-EVENT_SYMBOLS = {"applied": "triangle-down", "rejected": "x-thin-open", "run": "circle-open", "note": "diamond-open"}
+EVENT_SYMBOLS = {
+    "applied": "triangle-down",
+    "rejected": "x-thin-open",
+    "run": "circle-open",
+    "note": "diamond-open",
+    "out_of_memory": "square-x-open",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

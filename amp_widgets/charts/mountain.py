@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import numpy.typing as npt
 
 from amp_widgets.charts import look, peaks
 from amp_widgets.charts._extras import missing_extra
+from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height, ceiling_parts, death_parts, death_text, deaths_text
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike
 from amp_widgets.charts.phases import WIDTH, Band, Positions, aligned
+from amp_widgets.charts.reserved import highest_reserved, reserved_traces
 
 try:
     import plotly.graph_objects as go
@@ -32,11 +35,15 @@ BRACKET_AT = 103.0
 ROOM = 13.0
 """Right of the step, for the distance and its words."""
 HEADROOM = 1.30
+DEATH_ROOM = 1.42
+"""In place of it, where memory ran out: the note there is higher, and at the top."""
+CEILING_ROOM = 1.12
+"""Times as high as it is what is drawn above a ceiling."""
 NARROW = 14.0
 """The name of a phase that is not so wide may be wider."""
 SMALLEST_BRACKET = 0.05
 """Of the height: with a smaller distance there is no room for its arrow."""
-LAYER_CHARACTERS, OPERATOR_CHARACTERS, LABEL_CHARACTERS, NOTE_CHARACTERS = 60, 40, 48, 36
+LAYER_CHARACTERS, OPERATOR_CHARACTERS, LABEL_CHARACTERS, NOTE_CHARACTERS, LEGEND_CHARACTERS = 60, 40, 48, 36, 12
 
 KIND_COLOURS: dict[Theme, dict[str, str]] = {
     "light": {
@@ -51,8 +58,17 @@ KIND_COLOURS: dict[Theme, dict[str, str]] = {
 """Okabe and Ito's; neighbours in the stack also differ in lightness. What stays all the time is grey."""
 
 
+NO_DEATHS: Mapping[str, Death] = MappingProxyType({})
+
+
 def mountain_figure(
-    profiles: Sequence[StepLike], *, title: str | None = None, theme: Theme = "light", limit: int = MOST_POINTS
+    profiles: Sequence[StepLike],
+    *,
+    title: str | None = None,
+    theme: Theme = "light",
+    limit: int = MOST_POINTS,
+    ceiling: Ceiling | None = None,
+    deaths: Mapping[str, Death] = NO_DEATHS,
 ) -> go.Figure:
     """The memory of a step as areas stacked by kind, over the phases of the step, its peak marked.
 
@@ -67,12 +83,17 @@ def mountain_figure(
         ``"light"`` or ``"dark"``.
     limit
         Points that a step is reduced to, about; at least 8. The peak is always among them.
+    ceiling
+        A height to be drawn that memory may not go above.
+    deaths
+        Label of a profile → how that step ran out of memory at its last point.
 
     Returns
     -------
     plotly.graph_objects.Figure
         x goes from 0 to 100; y is in bytes. Traces have ``meta`` with the position of their profile and their part: a kind,
-        ``total`` (what is read on pointing), ``fill``, ``halo`` or ``outline``.
+        ``total`` (what is read on pointing), ``fill``, ``halo`` or ``outline``; on CUDA also ``allocated``, ``inactive`` and
+        ``reserved``.
 
     Raises
     ------
@@ -84,14 +105,20 @@ def mountain_figure(
     colours = look.COLOURS[theme]
     bands, positions = aligned([(len(profile.time_s), profile.phases) for profile in profiles])
     steps = [
-        _reduced(profile, place, limit, i, i == len(profiles) - 1)
+        _reduced(profile, place, limit, i, i == len(profiles) - 1, deaths.get(profile.label))
         for i, (profile, place) in enumerate(zip(profiles, positions, strict=True))
     ]
     traces = [trace for step in steps if not step.areas for trace in _outline(step, colours, part="fill")]
     traces += _areas(steps[-1], colours, KIND_COLOURS[theme])
     traces += [trace for step in steps if not step.areas for trace in _outline(step, colours, part="outline")]
-    layout = _layout(steps, bands, colours)
-    words = mountain_sentence(profiles) if title is None else title
+    allocator = profiles[-1].allocator
+    if allocator and len(positions[-1].x) > 1:
+        traces += reserved_traces(allocator, positions[-1].x, steps[-1].number, colours)
+    highest = max([1.0, float(highest_reserved(allocator)), *(step.needed_bytes for step in steps)])
+    height = max(highest, ceiling_height(ceiling, highest))
+    headroom = DEATH_ROOM if any(step.death for step in steps) else HEADROOM
+    layout = _layout(len(steps) == 2, bands, colours, max(headroom * highest, CEILING_ROOM * height))
+    words = mountain_sentence(profiles, deaths) if title is None else title
     if words:
         layout["title"]["text"] = f"<b>{escaped(words)}</b>"
     else:
@@ -99,15 +126,27 @@ def mountain_figure(
         layout["height"] -= TITLE_PX
     layout["shapes"] = _band_shapes(bands, steps, colours, KIND_COLOURS[theme]["recompute"])
     layout["annotations"] = _peak_notes(steps, colours)
-    if len(steps) == 2:
-        shapes, notes = _distance(steps[0], steps[1], colours)
+    found = [_distance(steps[0], steps[1], colours)] if len(steps) == 2 and not any(step.death for step in steps) else []
+    if ceiling is not None:
+        found.append(ceiling_parts(ceiling, highest, layout["xaxis"]["range"][1], colours))
+    for step in steps:
+        if step.death is not None:
+            x, left = float(step.x[-1]), float(step.x[-1]) > WIDTH / 2
+            word = "" if len(steps) == 1 else "after: " if step.areas else "before: "
+            found.append(death_parts(step.profile, step.death, x, step.number, colours, left=left, word=word))
+    for shapes, notes in found:
         layout["shapes"] += shapes
         layout["annotations"] += notes
     return go.Figure(traces, layout | {"template": go.layout.Template()})
 
 
-def mountain_sentence(profiles: Sequence[StepLike]) -> str:
-    """What a mountain shows, in a sentence: where the peak is, or what became of it. Not escaped."""
+def mountain_sentence(profiles: Sequence[StepLike], deaths: Mapping[str, Death] = NO_DEATHS) -> str:
+    """What a mountain shows, in a sentence: where the peak is, or what became of it; or that memory ran out. Not escaped."""
+    died = [deaths.get(profile.label) for profile in profiles]
+    if len(profiles) == 2 and any(died):
+        return deaths_text(profiles[0], profiles[1], died[0], died[1])
+    if died[0] is not None:
+        return death_text(profiles[0], died[0])
     if len(profiles) == 2:
         return peaks.difference_text(*(peaks.peak_of(profile)[1] for profile in profiles))
     return peaks.peak_text(profiles[0])
@@ -115,7 +154,8 @@ def mountain_sentence(profiles: Sequence[StepLike]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """A profile as it is drawn; the last of two with `areas`. The arrays are of the points kept, and of the step's end."""
+    """A profile as it is drawn; the last of two with `areas`. The arrays are of the points kept, and of the step's end, which for
+    one that ran out of memory is its last point."""
 
     number: int
     areas: bool
@@ -127,24 +167,30 @@ class _Step:
     recomputes: tuple[tuple[float, float], ...]
     peak_x: float
     peak_bytes: int
+    death: Death | None
+
+    @property
+    def needed_bytes(self) -> float:
+        """The height that it takes in the picture."""
+        return self.peak_bytes if self.death is None else self.death.needed_bytes(self.profile)
 
     @property
     def label(self) -> str:
         return escaped(shortened(self.profile.label, LABEL_CHARACTERS))
 
 
-def _reduced(profile: StepLike, place: Positions, limit: int, number: int, areas: bool) -> _Step:
+def _reduced(profile: StepLike, place: Positions, limit: int, number: int, areas: bool, death: Death | None) -> _Step:
     total = profile.bytes_by_kind.sum(axis=1)
     if not total.size:
         nothing = np.zeros((1, len(KINDS)), np.int64)
-        return _Step(number, areas, profile, np.zeros(1), nothing, nothing[:, 0], np.array([-1]), (), 0.0, 0)
+        return _Step(number, areas, profile, np.zeros(1), nothing, nothing[:, 0], np.array([-1]), (), 0.0, 0, death)
     peak, peak_bytes = peaks.peak_of(profile)
     kept = kept_points(total, limit, {0, total.size - 1, peak, *place.edges})
     points = np.append(kept, kept[-1])  # the last value holds until the end of the step
-    x = np.append(place.x[kept], place.x[-1])
+    x = np.append(place.x[kept], place.x[-1 if death is None else -2])
     return _Step(
         number, areas, profile, x, profile.bytes_by_kind[points], total[points], points, place.recomputes,
-        float(place.x[peak]), peak_bytes,
+        float(place.x[peak]), peak_bytes, death,
     )  # fmt: skip
 
 
@@ -183,7 +229,12 @@ def _outline(step: _Step, colours: look.Colours, *, part: str) -> list[dict[str,
         return [trace | fill | {"hoverinfo": "skip", "showlegend": False}]
     line = {"width": 1.75, "color": colours.muted, "dash": "4px,2px", "shape": "hv"}
     halo = {"line": {"width": 4, "color": colours.background, "shape": "hv"}, "hoverinfo": "skip", "showlegend": False}
-    return [_trace(step, "halo", step.total) | halo, trace | {"name": f"before: {step.label}", "line": line} | _hover(step)]
+    return [_trace(step, "halo", step.total) | halo, trace | {"name": _outline_name(step), "line": line} | _hover(step)]
+
+
+def _outline_name(step: _Step) -> str:
+    """A long one would push the others in the legend apart; the note at its peak has it too."""
+    return f"before: {step.label}" if len(step.profile.label) <= LEGEND_CHARACTERS else "before"
 
 
 def _trace(step: _Step, part: str, y: npt.NDArray[Any]) -> dict[str, Any]:
@@ -218,10 +269,8 @@ def _size(name: str, size_bytes: int) -> str:
 # ---- layout ----------------------------------------------------------------------------------------------------------
 
 
-def _layout(steps: Sequence[_Step], bands: Sequence[Band], colours: look.Colours) -> dict[str, Any]:
+def _layout(compared: bool, bands: Sequence[Band], colours: look.Colours, top: float) -> dict[str, Any]:
     named = [band for band in bands if band.name != "other" or band.stop - band.start > 4]
-    compared = len(steps) == 2
-    highest = max(step.peak_bytes for step in steps) or 1
     axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "ticks": ""}
     return {
         "height": HEIGHT_PX,
@@ -250,7 +299,7 @@ def _layout(steps: Sequence[_Step], bands: Sequence[Band], colours: look.Colours
             "tickvals": [(band.start + band.stop) / 2 for band in named],
             "ticktext": _band_names(named),
         },
-        "yaxis": axis | {"range": [0, HEADROOM * highest], "tickformat": "~s", "ticksuffix": "B"},
+        "yaxis": axis | {"range": [0, top], "tickformat": "~s", "ticksuffix": "B"},
     }  # fmt: skip
 
 
@@ -284,6 +333,8 @@ def _peak_notes(steps: Sequence[_Step], colours: look.Colours) -> list[dict[str,
     notes: list[dict[str, Any]] = []
     highest = max(step.peak_bytes for step in steps)
     for step in steps:
+        if step.death is not None:  # that is noted instead
+            continue
         other = next((one for one in steps if one is not step), None)
         low = other is not None and (step.peak_bytes, step.number) < (other.peak_bytes, other.number)
         word = "peak" if other is None else "after" if step.areas else "before"

@@ -27,6 +27,39 @@ KIND_NAMES = {
 _SAYS_NO_PASS = {"recompute": "the recompute", "other": "the step"}
 
 
+class AllocatorLike(Protocol):
+    """What torch's allocator of one CUDA device counted within a step, read at some of the step's points.
+
+    Attributes
+    ----------
+    point
+        Of each reading, ascending; shape (readings,), like the three of bytes.
+    allocated_bytes, inactive_bytes, reserved_bytes
+        In use; free, but in blocks that are split; held by the allocator in all.
+    retries, ooms
+        How often it freed its cache to try again, and how often that did not help.
+    text
+        The same in a sentence.
+    """
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def point(self) -> npt.NDArray[Any]: ...
+    @property
+    def allocated_bytes(self) -> npt.NDArray[Any]: ...
+    @property
+    def inactive_bytes(self) -> npt.NDArray[Any]: ...
+    @property
+    def reserved_bytes(self) -> npt.NDArray[Any]: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def ooms(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+
+
 class StepLike(Protocol):
     """What is read of a profiled step.
 
@@ -42,6 +75,8 @@ class StepLike(Protocol):
         Of each point, positions in `layer_names` and `operator_names`; -1 for none. Shape (points,).
     phases
         Of the whole step, see :class:`amp_widgets.charts.phases.PhaseLike`.
+    allocator
+        One a CUDA device; empty on a CPU.
     """
 
     @property
@@ -60,6 +95,8 @@ class StepLike(Protocol):
     def operator_names(self) -> Sequence[str]: ...
     @property
     def phases(self) -> Sequence[PhaseLike]: ...
+    @property
+    def allocator(self) -> Sequence[AllocatorLike]: ...
 
 
 def memory_text(size_bytes: float) -> str:
@@ -88,12 +125,17 @@ def peak_of(step: StepLike) -> tuple[int, int]:
 
 def peak_place(step: StepLike) -> str:
     """Where the peak is: ``in backward of layers.3``; nothing where it is not known. As the user named it, not escaped."""
-    point, _ = peak_of(step)
-    phase = phase_at(step, point)
-    if not phase:
-        return ""
-    layer = layer_at(step, point)
-    return f"in {_SAYS_NO_PASS.get(phase, phase)}{f' of {layer}' if layer else ''}"
+    return place_at(step, peak_of(step)[0])
+
+
+def place_at(step: StepLike, point: int) -> str:
+    """Where a point is, like `peak_place`."""
+    return place_text(phase_at(step, point), layer_at(step, point))
+
+
+def place_text(phase: str, layer: str) -> str:
+    """``in backward of layers.3``; nothing where there is no phase. Not escaped."""
+    return f"in {_SAYS_NO_PASS.get(phase, phase)}{f' of {layer}' if layer else ''}" if phase else ""
 
 
 def peak_text(step: StepLike) -> str:

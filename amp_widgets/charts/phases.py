@@ -80,6 +80,17 @@ def aligned(steps: Sequence[tuple[int, Sequence[PhaseLike]]]) -> tuple[list[Band
     return (bands if len(bands) <= MOST_BANDS else []), positions
 
 
+def recomputes_of(phases: Iterable[PhaseLike]) -> list[tuple[int, int]]:
+    """From where to where layers were computed again; one time though a single point of the backward pass comes between."""
+    found: list[tuple[int, int]] = []
+    for phase in phases:
+        if phase.name != "recompute" or phase.stop <= phase.start:
+            continue
+        start = found.pop()[0] if found and phase.start - found[-1][1] <= 1 else phase.start
+        found.append((start, phase.stop))
+    return found
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
     name: str
@@ -95,12 +106,13 @@ _Row = list[_Part | None]
 def _parts(points: int, phases: Sequence[PhaseLike]) -> list[_Part]:
     """The phases, the neighbours of one name as one, a backward pass with the recompute in it."""
     parts: list[_Part] = []
+    stretches = recomputes_of(phases)
     for phase in phases:
         if phase.stop <= phase.start:
             continue
         again = phase.name == "recompute"
         name = "backward" if again else phase.name
-        recomputes = ((phase.start, phase.stop),) if again else ()
+        recomputes = tuple(one for one in stretches if one[0] == phase.start) if again else ()
         if parts and parts[-1].name == name:
             before = parts.pop()
             parts.append(_Part(name, before.start, phase.stop, before.recomputes + recomputes))

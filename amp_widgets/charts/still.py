@@ -342,5 +342,10 @@ def _colour(series: str) -> str:
 
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_EVENT_SHAPES = {"rejected": "l6 6m0-6l-6 6", "run": "m0 3a3 3 0 1 0 6 0a3 3 0 1 0-6 0", "note": "m3 0l3 3l-3 3l-3-3z"}
+_EVENT_SHAPES = {
+    "rejected": "l6 6m0-6l-6 6",
+    "run": "m0 3a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
+    "note": "m3 0l3 3l-3 3l-3-3z",
+    "out_of_memory": "h6v6h-6z",
+}
 _INK = COLOURS["light"]

@@ -53,7 +53,7 @@ class Autocasting(Protocol):
 
     def enter_autocast(self) -> AutocastName: ...
 
-    def exit_autocast(self, failed: bool) -> None: ...
+    def exit_autocast(self, error: BaseException | None) -> None: ...
 
 
 class LiveAutocast:
@@ -78,7 +78,7 @@ class LiveAutocast:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._entered.pop().__exit__(kind, error, trace)
-        self._loop.exit_autocast(kind is not None)
+        self._loop.exit_autocast(error)
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

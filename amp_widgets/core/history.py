@@ -27,12 +27,13 @@ class Event:
     step
         The first step, counted from 0, for which it holds; for ``"skipped"`` the step that was skipped.
     kind
-        ``"applied"``, ``"rejected"``, ``"skipped"``, ``"scale_changed"``, ``"run"`` or ``"note"``.
+        ``"applied"``, ``"rejected"``, ``"skipped"``, ``"scale_changed"``, ``"run"``, ``"note"`` or ``"out_of_memory"``.
     reason
         A sentence for people.
     detail
         What a program needs, JSON-able. ``applied`` and ``rejected``: the requested changes by name of the setting, and
-        ``"source"``; ``scale_changed``: ``"from"`` and ``"to"``; ``run``: ``"state"``.
+        ``"source"``; ``scale_changed``: ``"from"`` and ``"to"``; ``run``: ``"state"``;
+        ``out_of_memory``: bytes (None where not known), cause, phase, layer and operator.
     time_s
         Seconds since the history began.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import os
+import sys
 import threading
 import time
 import weakref
@@ -16,15 +18,26 @@ from torch import nn
 
 from amp_widgets.core.autocast import LiveAutocast, Support, autocast_support
 from amp_widgets.core.checkpointing import Checkpointing, Layer
+from amp_widgets.core.deaths import Deaths, out_of_memory_in
+from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.history import DEFAULT_CAPACITY, History
 from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
+from amp_widgets.core.layer_switch import LayerSwitch
 from amp_widgets.core.layers import is_compiled_wrapper
 from amp_widgets.core.memory import MemoryMeter, meter_for
+from amp_widgets.core.memory.autopsy import OutOfMemory
+from amp_widgets.core.memory.budget import budget_in_bytes
 from amp_widgets.core.memory.compiled import frames_compiled
-from amp_widgets.core.memory.profile import StepProfile
+from amp_widgets.core.memory.cpu import CpuMeter
+from amp_widgets.core.memory.cuda import CudaMeter
+from amp_widgets.core.memory.death import is_out_of_memory
+from amp_widgets.core.memory.deep import DeepRecording
+from amp_widgets.core.memory.profile import StepProfile, memory_text
+from amp_widgets.core.memory.step_mode import files_running, modules_being_called
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.optimizers import OptimizerSteps
+from amp_widgets.core.profiling import ProfilePlan, free_label
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
@@ -109,7 +122,8 @@ class LiveLoop:
         self._checkpointing = Checkpointing(model)
         self._layers = self._checkpointing.layers
         self._support = autocast_support(self.device)
-        self._queue = RequestQueue(self.device, self._support, self._checkpointing)
+        self._switches: dict[str, LayerSwitch] = {"checkpointed": self._checkpointing, "fp32_layers": Fp32Layers(model)}
+        self._queue = RequestQueue(self.device, self._support, self._switches)
         self._overridden: set[str] = set()  # settings that were asked for, in a loop that has its own
         self._scaler = LiveScaler(self.device.type, self._settings)
         self._scaler.listen(self)
@@ -119,6 +133,13 @@ class LiveLoop:
 
         self._profile_wanted: str | None = None  # label of the profile of the next step
         self._profiles: collections.deque[StepProfile] = collections.deque(maxlen=PROFILES_KEPT)
+        self._profile_plan = ProfilePlan()
+        self.profile_changes = False
+        """Whether a step after each change of autocast or checkpointed layers is profiled by itself."""
+        self._deaths = Deaths()
+        self.release_later: Callable[[Callable[[], None]], bool] | None = None
+        """Takes what frees the memory that an error holds, and calls it once that was shown; False: nobody will show it."""
+        self._release_planned = False
 
         self._step = 0
         self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
@@ -128,7 +149,11 @@ class LiveLoop:
 
         self._hooks = Hooks(self)
         self._watch_forwards = not self._checkpointing.compiled
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._checkpointing, self._meter)
+        if isinstance(self._meter, (CpuMeter, CudaMeter)):
+            self._meter.on_death = _WeakCall(self._memory_ran_out)
+        self._recording_wanted: DeepRecording | None = None  # of the step that begins next
+        self._recording: DeepRecording | None = None  # of the step in progress
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._meter)
         self._finalizer.atexit = False
         self._arm()
         _attach(model, self)
@@ -210,6 +235,11 @@ class LiveLoop:
         return self._layers
 
     @property
+    def step(self) -> int:
+        """Steps completed."""
+        return self._step
+
+    @property
     def support(self) -> Mapping[AutocastName, Support]:
         """Which autocast formats the device has."""
         return self._support
@@ -289,11 +319,13 @@ class LiveLoop:
     @property
     def history(self) -> History:
         """Every step so far; waits until the device has delivered the newest values."""
+        self._look_for_death()
         return self._journal.history(wait=True)
 
     @property
     def history_so_far(self) -> History:
         """Every step whose values have arrived; never waits."""
+        self._look_for_death()
         return self._journal.history(wait=False)
 
     def status(self) -> LoopStatus:
@@ -330,15 +362,111 @@ class LiveLoop:
         self._check_open("profile_next_step")
         self._profile_wanted = label
 
+    def record_next_step(self, path: str | os.PathLike[str]) -> None:
+        """Record every allocation of the step that begins next, as a snapshot for torch's own viewer; on CUDA only.
+
+        The file is written when the step ends, or dies; an event says so. See https://pytorch.org/memory_viz.
+
+        Parameters
+        ----------
+        path
+            Of the file, such as ``"step.pickle"``; one that is there is replaced.
+
+        Raises
+        ------
+        SettingsError
+            When the model is not on CUDA, the allocator is not torch's own, or the file's folder does not exist.
+        """
+        self._check_open("record_next_step")
+        self._recording_wanted = DeepRecording(path, self.device)
+
+    @property
+    def profile_pending(self) -> bool:
+        """Whether a profile was asked for, or begun, and is not there yet."""
+        step = self._open
+        return self._profile_wanted is not None or (step is not None and step.profiled)
+
     @property
     def profiles(self) -> tuple[StepProfile, ...]:
         """Of the steps that were profiled, the newest last; the oldest are dropped beyond `PROFILES_KEPT`."""
         return tuple(self._profiles)
 
+    def keep_profile(self, profile: StepProfile) -> None:
+        """Put it among `profiles`."""
+        self._profiles.append(profile)
+
     @property
     def why_not_profiled(self) -> str | None:
         """Why the last step that was to be profiled was not; None when it was."""
         return self._meter.unprofiled_because
+
+    # ---- out of memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def memory_budget(self) -> float | None:
+        """Bytes that a step may hold at a time, from the next one on; None for no budget. On a CPU only.
+
+        An op that goes above it raises `MemoryBudgetError`, which is a ``torch.OutOfMemoryError``; what it has made is dropped.
+        Every step is then followed op by op, which takes some time: see `out_of_memory`.
+
+        Raises
+        ------
+        SettingsError
+            When it is set to what is no number of bytes above 0, or the model's memory cannot be followed.
+        """
+        return self._meter.budget_bytes if isinstance(self._meter, CpuMeter) else None
+
+    @memory_budget.setter
+    def memory_budget(self, value: float | None) -> None:
+        self._check_open("memory_budget")
+        budget = budget_in_bytes(value)
+        if isinstance(self._meter, CpuMeter) and self._meter.measured:
+            self._meter.budget_bytes = budget
+        elif budget is not None:
+            why = f"the model is on {self.device}" if self._meter.measured else self._meter.source
+            raise SettingsError(f"memory_budget: got {memory_text(budget)}, expected None, as it works on a CPU only, and {why}")
+
+    @property
+    def budget_gap(self) -> str | None:
+        """Why `memory_budget` was not watched in the newest step; None when it was, or there is none."""
+        return self._meter.unlimited_because if isinstance(self._meter, CpuMeter) else None
+
+    @property
+    def out_of_memory(self) -> OutOfMemory | None:
+        """The last step that ran out of memory, with what would have fitted; stays until the next one that does."""
+        if self._deaths.pending:
+            self._look_for_death()
+            if not self._release_planned:
+                self._deaths.release_if_asked()
+        return self._deaths.last
+
+    def clear_out_of_memory(self) -> None:
+        """Forget it; a later one is seen again."""
+        self._look_for_death()
+        self._deaths.last = None
+
+    def died(self, error: BaseException | None) -> bool:
+        """The user's loop was left by this exception. Whether memory had run out; then it is looked into, and memory freed.
+
+        For the thread that trains; the exception may be seen more than once. Other exceptions are left alone.
+        """
+        self._look_for_death(error)
+        if not self._deaths.pending:
+            return is_out_of_memory(error)
+        if self._open is not None and is_out_of_memory(error):
+            self._open.die()
+        self._release()
+        return is_out_of_memory(error)
+
+    def release_after_death(self) -> None:
+        """The user's loop is over: if memory ran out in its last step, free what that has left, and forget the step."""
+        if self._open is not None and self._open.died_in is None and not isinstance(self._meter, CpuMeter):
+            self.died(self._deaths.find())  # the meter may not have told of it
+        if self._open is not None and self._open.died_in is not None:
+            self.abandon_step()
+        if self._deaths.pending:
+            self._look_for_death()
+            self._release()
 
     @property
     def compiled(self) -> bool:
@@ -358,6 +486,9 @@ class LiveLoop:
 
     def recover(self) -> None:
         """Before a loop starts: forget a step that an interrupt has left between ``unscale_`` and ``update``."""
+        self.release_after_death()
+        if not isinstance(self._meter, CpuMeter):
+            self._deaths.loop_begins()
         if self._scaler.in_mid_step:
             self.abandon_step()
         self.break_off_step()
@@ -410,6 +541,7 @@ class LiveLoop:
             return
         self._open = None
         self._optimizer_steps.abandon()
+        self._end_recording()
         self._meter.abandon()
         for scaler in self._scalers:
             scaler.abandon_step()
@@ -426,8 +558,9 @@ class LiveLoop:
         if not step.scaler_used:
             self.abandon_step()
             return
+        self._end_recording()
         self._meter.abandon()
-        step.measured = False
+        step.measured = step.profiled = False
         step.begun_s = math.nan
         step.timer = None
 
@@ -437,6 +570,8 @@ class LiveLoop:
             return
         if self._optimizer_steps.awaits_more:
             self._complete()
+        self.release_after_death()
+        self._end_recording()
         self._meter.abandon()
         self._open = None
         with self._lock:
@@ -483,7 +618,8 @@ class LiveLoop:
             _attach(model, self)
         with self._lock:
             self._held = Watched(models)
-            self._checkpointing.watch(self._held)
+            for switch in self._switches.values():
+                switch.watch(self._held)
             self._layers = self._checkpointing.layers
         self._meter.watch(self._held)
         self._module_ids = self._ids_now()
@@ -593,11 +729,13 @@ class LiveLoop:
             self._begin(by_autocast=True)
         return self._settings.autocast
 
-    def exit_autocast(self, failed: bool) -> None:
+    def exit_autocast(self, error: BaseException | None) -> None:
+        if error is not None and self._owner_is_here():
+            self.died(error)
         step = self._open
         if step is None or not self._owner_is_here():
             return
-        if failed:
+        if error is not None:
             self.break_off_step()
         elif step.by_autocast and not step.trained and (step.inferred or step.autograd_nodes == _autograd_nodes()):
             self.abandon_step()  # a validation pass under no_grad inside of it is no step
@@ -646,6 +784,8 @@ class LiveLoop:
             if self._open is not None:
                 self._open.inferred = True
             return
+        if self._open is not None and self._open.died_in is not None and len(modules_being_called()) > 1:
+            return  # the model itself has caught the error, and goes on
         self._begin()
         if self._open is not None and self._open.thread == threading.get_ident():
             self._open.trained = True
@@ -675,7 +815,7 @@ class LiveLoop:
             What happens belongs to training. A forward pass on another thread than the one that trains does not.
         """
         step = self._open
-        if step is not None and not (trains or self._optimizer_steps.awaits_more):
+        if step is not None and not (trains or self._optimizer_steps.awaits_more or step.died_in is not None):
             return  # hot
         if self._closed or not self._owner_is_here():
             return
@@ -687,20 +827,28 @@ class LiveLoop:
         if self._open is not None:
             if trains and self._open.thread != thread:
                 self.abandon_step()  # another thread's forward pass, which was none of training
+            elif self._open.died_in is not None and not trains and self._starts_over(thread):
+                self.abandon_step()
             elif self._optimizer_steps.awaits_more and not elsewhere:
                 self._complete()
             else:
                 return
         elif elsewhere and not trains:
             return
+        if self._deaths.pending:
+            self._look_for_death()
+            self._deaths.step_begins()
         if not elsewhere:  # else this step has begun before, unnoticed
             self._apply_queue()
         if not by_autocast:
             self._hooks.disarm_forward()
-        label, self._profile_wanted = self._profile_wanted, None
-        if label is not None:
-            self._meter.profile_next(label or describe_settings(self._settings), step=self._step)
-        measured = label is not None or (self.memory_every > 0 and self._step % self.memory_every == 0)
+        profiled = self._profile_this_step()
+        measured = (
+            profiled or (self.memory_every > 0 and self._step % self.memory_every == 0) or self.memory_budget is not None
+        )
+        self._recording, self._recording_wanted = self._recording_wanted, None
+        if self._recording is not None:
+            self._recording.begin()
         if measured:
             self._meter.begin()
         begun_s = self._clock()
@@ -708,6 +856,35 @@ class LiveLoop:
         self._open = _OpenStep(
             thread=thread, by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device)
         )
+        self._open.profiled = profiled
+
+    def _profile_this_step(self) -> bool:
+        label, self._profile_wanted = self._profile_wanted, None
+        if label is None and not self.profile_changes:
+            return False
+        taken = {profile.label for profile in self._profiles}
+        if label is not None:
+            label = free_label(label or describe_settings(self._settings), self._step, taken)
+        else:
+            label = self._profile_plan.label_for(self._step, self._settings, taken)
+        if label is None:
+            return False
+        self._meter.profile_next(label, step=self._step)
+        return True
+
+    def _starts_over(self, thread: int) -> bool:
+        """Whether a new step begins after one in which memory has run out; else the user has caught that, and goes on with it.
+
+        As long as there are gradients of a scaled loss, the scale must not change, and the step goes on, unless the code is over
+        that it began in.
+        """
+        step = self._open
+        assert step is not None
+        if step.thread != thread or torch._C._current_graph_task_id() != -1:
+            return False
+        if not step.scaler_used or step.died_in not in files_running():
+            return True
+        return all(p.grad is None or (not p.grad.is_sparse and not bool(p.grad.any())) for p in self.parameters())
 
     def _complete(self) -> None:
         """End a step that the optimizers have made."""
@@ -731,6 +908,7 @@ class LiveLoop:
             self.at_boundary = False
 
     def _record(self, scaled: ScaledStep) -> None:
+        self._look_for_death()  # the user has caught it, and gone on
         opened, self._open = self._open, None
         self._trainer = threading.get_ident()
         now_s = self._clock()
@@ -738,10 +916,11 @@ class LiveLoop:
         self._optimizer_steps.ended()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
+        self._end_recording()
         reading = self._meter.end() if opened is not None and opened.measured else None
         profile = None if reading is None else self._meter.take_profile()
         if profile is not None:
-            self._profiles.append(profile)
+            self.keep_profile(profile)
         self._journal.put_step(
             StepRecord(
                 step=self._step,
@@ -760,6 +939,44 @@ class LiveLoop:
         self._step += 1
         if not self.has_users_scaler:  # whose scale the user may compare with that of before update()
             self._apply_queue()
+
+    def _end_recording(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.record_event("note", recording.end())
+
+    def _memory_ran_out(self) -> None:
+        """Told by the meter, within the op."""
+        self._end_recording()  # while what held the memory is there
+        self._plan_release()  # nobody else may tell of the end of a plain loop
+        self._deaths.note()
+        if self._open is not None:
+            self._open.die()
+        self._arm()  # the next forward pass may begin another step
+
+    def _release(self) -> None:
+        """Free what the error holds: the graph now, the frames when it was shown, as what shows it reads them."""
+        self._deaths.release(frames=not self._plan_release(), passing=True)
+
+    def _plan_release(self) -> bool:
+        """Whether what is left will be freed when the cell that is running is over."""
+        if self.release_later is not None and not self._release_planned:
+            self._release_planned = self.release_later(_WeakCall(self._cell_ended))
+        return self._release_planned
+
+    def _cell_ended(self) -> None:
+        self._release_planned = False
+        self.release_after_death()
+
+    def _look_for_death(self, error: BaseException | None = None) -> None:
+        found = None if error is None else out_of_memory_in(error)
+        if found is None and not self._deaths.pending:
+            return
+        with self._lock:
+            death = self._meter.take_death()
+            if death is not None or found is not None:
+                self._deaths.see(found, death, self)
+                self._journal.write(wait=False)
 
     def _note_heard(self, now_s: float) -> None:
         if self._owner is None:
@@ -809,9 +1026,9 @@ class LiveLoop:
         before = self._settings
         try:
             settings = before.replace(**request.changes)
-            if "checkpointed" in request.changes:
-                self._checkpointing.apply(settings.checkpointed)  # all of it or nothing
-            if request.changes.keys() != {"checkpointed"}:
+            for name in request.changes.keys() & self._switches.keys():
+                self._switches[name].apply(getattr(settings, name))  # all of it or nothing
+            if not request.changes.keys() <= self._switches.keys():
                 self._configure_scalers(settings, set_scale="init_scale" in request.changes)
         except Exception as error:  # whatever it is, it is shown: a request is never half applied nor lost
             self._roll_back(before, request)
@@ -830,9 +1047,9 @@ class LiveLoop:
     def _roll_back(self, settings: Settings, request: Request) -> None:
         if self._overrides_scaler or not self.has_users_scaler:
             self._configure_scalers(settings, set_scale=False)
-        if "checkpointed" in request.changes:
+        for name in request.changes.keys() & self._switches.keys():
             try:
-                self._checkpointing.apply(settings.checkpointed)
+                self._switches[name].apply(getattr(settings, name))
             except SettingsError:
                 pass  # a layer in force has left the model, which is why nothing was switched: `apply` does all or nothing
 
@@ -846,7 +1063,7 @@ class LiveLoop:
 
     @property
     def _overrides_scaler(self) -> bool:
-        return not self._overridden <= {"checkpointed"}
+        return not self._overridden <= self._switches.keys()
 
     def _check_open(self, verb: str) -> None:
         if self._closed:
@@ -872,8 +1089,8 @@ def _attach(model: nn.Module, loop: LiveLoop) -> None:
 
 class _OpenStep:
     __slots__ = (
-        "autograd_nodes", "begun_s", "by_autocast", "inferred", "loss", "measured", "scaler_used", "scaling_added", "thread",
-        "timer", "trained",
+        "autograd_nodes", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled", "scaler_used",
+        "scaling_added", "thread", "timer", "trained",
     )  # fmt: skip
 
     def __init__(self, *, thread: int, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
@@ -888,6 +1105,25 @@ class _OpenStep:
         self.scaler_used = False
         self.scaling_added = False
         self.loss: torch.Tensor | None = None
+        self.profiled = False
+        self.died_in: str | None = None  # the file or cell of the code in which memory ran out
+
+    def die(self) -> None:
+        """Memory ran out in it."""
+        if self.died_in is None:  # told of it by a thread of torch's, perhaps
+            self.died_in = next(iter(files_running(sys._current_frames().get(self.thread))), "")
+
+
+class _WeakCall:
+    """Calls a method of an object, as long as there is one."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is not None:
+            method()
 
 
 def _is_alive(thread: int | None) -> bool:
@@ -900,7 +1136,8 @@ def _autograd_nodes() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _let_go(hooks: Hooks, checkpointing: Checkpointing, meter: MemoryMeter) -> None:
+def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter) -> None:
     hooks.remove()
-    checkpointing.close()
+    for switch in switches.values():
+        switch.close()
     meter.close()

@@ -1,4 +1,4 @@
-"""The dashboard: a status line, the controls and the charts of one session, kept up to date."""
+"""The dashboard: a status line, the controls, the charts and the memory within a step of one session, kept up to date."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from amp_widgets.errors import AmpWidgetsError, RunError
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
 from amp_widgets.widgets.layers_control import LayersControl
+from amp_widgets.widgets.memory_panel import MemoryPanel
+from amp_widgets.widgets.memory_state import MemoryState, rounded_down
 from amp_widgets.widgets.run_control import Command, RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
@@ -105,8 +107,12 @@ class Dashboard(ipywidgets.Box):
         if add_class is not None:
             add_class("ampw-chart")
         columns = ipywidgets.Box((column, self._chart), _dom_classes=("ampw-columns",))
-        super().__init__((self._status, columns), _dom_classes=("ampw-dashboard",))
+        self._memory = MemoryState()
+        self._memory_panel = MemoryPanel(self._memory_command, self._request, self._memory, self._shown)
+        self._renderers: tuple[Control | MemoryPanel, ...] = (*self._controls, self._memory_panel)
+        super().__init__((self._status, columns, self._memory_panel), _dom_classes=("ampw-dashboard",))
         self._pull_chart()
+        self._pull_memory(self._shown, trains=self._shown.run == "running" or self._shown.in_cell)
         self._refresher = Refresher(weakref.WeakMethod(self.tick))
         if live:
             self._refresher.start()
@@ -152,6 +158,7 @@ class Dashboard(ipywidgets.Box):
         self._refresher.stop()
         with self._lock:
             self._source = None
+            self._memory = MemoryState()
             parts = list(self.widgets())
             del self._refresher
         self._chart.close()
@@ -195,13 +202,14 @@ class Dashboard(ipywidgets.Box):
             self._complain(f"the session cannot be shown: {type(error).__name__}: {error}")
             state = dataclasses.replace(self._shown, last_rejection=None)
         now_s = self._clock()
+        loop_runs = self._loop_runs(state, now_s)
+        moved = self._pull_memory(state, trains=state.run == "running" or loop_runs) if self._watched or closed else False
         self._let_complaint_go(state, now_s)
         if self._complaint is not None and self._complaint != state.last_rejection:
             state = dataclasses.replace(state, last_rejection=self._complaint)
-        loop_runs = self._loop_runs(state, now_s)
         loop_same = loop_runs == self._status.loop_runs
         if same_state(state, self._shown) and loop_same and not closed:
-            return False
+            return moved
         if not (self._watched or closed):
             return True
         soon = now_s - self._numbers_s < NUMBERS_S
@@ -213,8 +221,8 @@ class Dashboard(ipywidgets.Box):
             self._chart.memory_source = state.memory_source
         self._status.loop_runs = loop_runs
         self._status.render(state)
-        for control in self._controls:
-            control.render(state)
+        for part in self._renderers:
+            part.render(state)
         self._refresh_still(state, goes_on=(state.run == "running" or loop_runs) and not closed)
         if closed:
             self._let_go()
@@ -229,6 +237,32 @@ class Dashboard(ipywidgets.Box):
             return bool(self._chart.pull(history, at_once=at_once))
         except Exception as error:
             self._complain(f"the chart cannot be drawn: {type(error).__name__}: {error}")
+        return True
+
+    def _pull_memory(self, state: DashboardState, *, trains: bool) -> bool:
+        """Show the profiled steps where there is a new one, or other things have changed; whether they have."""
+        source = self._source
+        if source is None:
+            return False
+        try:
+            death = source.out_of_memory
+            memory = MemoryState(
+                profiles=source.profiles,
+                shown=self._memory.shown,
+                death=death,
+                fitted=0 if death is None else rounded_down(state.step - death.step),
+                budget_bytes=source.memory_budget,
+                pending=source.profile_pending,
+                trains=trains,
+                why_not=source.why_not_profiled,
+            )
+            if memory == self._memory:
+                return False
+            memory = dataclasses.replace(memory, shown=memory.shown_after(self._memory.offered))
+            self._memory = memory  # first, so that what cannot be drawn is not tried again and again
+            self._memory_panel.show(memory)
+        except Exception as error:
+            self._complain(f"the memory within a step cannot be shown: {type(error).__name__}: {error}")
         return True
 
     def _refresh_still(self, state: DashboardState, *, goes_on: bool) -> None:
@@ -270,8 +304,8 @@ class Dashboard(ipywidgets.Box):
         self._pull_chart(at_once=True)
         self._source = None
         self._status.show_closed()
-        for control in self._controls:
-            control.lock()
+        for part in self._renderers:
+            part.lock()
 
     # ---- from the page to the session -------------------------------------------------------------------------------
 
@@ -280,6 +314,16 @@ class Dashboard(ipywidgets.Box):
 
     def _command(self, command: Command) -> None:
         self._carry_out(lambda source: self._press(source, command))
+
+    def _memory_command(self, name: str, /, **values: Any) -> None:
+        if name == "profile":
+            self._carry_out(lambda source: source.profile_next_step())
+        elif name == "dismiss":
+            self._carry_out(lambda source: source.clear_out_of_memory())
+        elif name == "show":
+            with self._lock:  # what is compared is a matter of this view alone
+                self._memory = dataclasses.replace(self._memory, shown=tuple(values["labels"]))
+                self._memory_panel.show(self._memory)
 
     def _press(self, source: Controlled, command: Command) -> None:
         before, now_s = self._pressed, self._clock()

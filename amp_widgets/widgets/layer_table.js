@@ -12,8 +12,8 @@ const TABLE_COLUMNS = [
   ["output", "output", "What its last call returned"],
   ["forward", "forward", "Time of its forward pass"],
   ["backward", "backward", "Time of its backward pass"],
-  ["saves", "saves", "About what checkpointing it would free from forward to backward: what it holds without its output. The peak of the step falls by less where it is reached elsewhere"],
-  ["costs", "costs", "What checkpointing it costs in each step: its forward pass once more"],
+  ["saves", "≈ saves", "An estimate, not measured: about what checkpointing it would free from forward to backward: held minus output. The peak of the step falls by less where it is reached elsewhere"],
+  ["costs", "≈ costs", "An estimate: what checkpointing it would cost in each step is its forward pass once more. Where it is in force: how long it was computed again, measured"],
   ["dtype", "dtype", "The format that it computes in"],
 ];
 const SIZES = new Set(["parameters", "held", "output", "saves"]);
@@ -60,7 +60,7 @@ function sorted(rows, positions, column, descending) {
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Layers", "ampw-layer-table");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Memory and time by layer", "ampw-layer-table");
     const summary = h("span", { class: "ampw-dim", role: "status" });
     heading.append(summary);
     const filterId = uid();
@@ -102,6 +102,7 @@ export default {
     let descending = false;
     let ticked = new Set();
     let inForce = new Set();
+    let proposed = new Set();
     const made = new Map(); // position → its row in the page
 
     const sortBy = (chosen) => {
@@ -156,7 +157,7 @@ export default {
       const inOrder = column === MODEL_ORDER && matching === null; // else the tree above a name is not in sight
       const parts = name.split(".");
       const box = h("input", {
-        type: "checkbox", "aria-label": `checkpoint ${name}`, title: whyNot || `Checkpoint ${name}`,
+        type: "checkbox", "aria-label": `checkpoint ${name}`,
         onchange: () => asked.ask({ layer: name, on: box.checked }, { [name]: box.checked }),
       });
       const label = h("span", { class: "ampw-name", style: `padding-left: ${inOrder ? 12 * (parts.length - 1) : 0}px` }, inOrder && !descending ? parts.at(-1) : name);
@@ -180,6 +181,9 @@ export default {
         const disabled = locked || whyNot !== "";
         if (box.disabled !== disabled) box.disabled = disabled;
         element.classList.toggle("ampw-changed", on !== inForce.has(position));
+        const proposes = proposed.has(position);
+        element.classList.toggle("ampw-proposed", proposes);
+        box.title = whyNot || `Checkpoint ${name}${proposes ? ": proposed, see the report above" : ""}`;
       }
     };
 
@@ -199,14 +203,20 @@ export default {
     const draw = () => {
       ticked = new Set(model.get("requested"));
       inForce = new Set(model.get("in_force"));
+      proposed = new Set(model.get("proposed"));
       if (rows !== model.get("rows") || matching !== model.get("matching")) {
+        const top = view.scrollTop;
         rows = model.get("rows");
         matching = model.get("matching");
         arrange();
+        below.firstChild.style.height = `${order.length * ROW_PX}px`; // without rows there would be nothing to be scrolled
+        below.hidden = false;
+        view.scrollTop = top;
       }
       if (document.activeElement !== filter && filter.value.trim() !== model.get("pattern")) filter.value = model.get("pattern");
       drawRows();
       view.hidden = !order.length;
+      el.classList.toggle("ampw-empty", !rows.length);
       setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "The layers are listed when a step has been profiled");
       setText(summary, !rows.length ? "" : matching ? `${order.length} of ${rows.length} layers` : `${rows.length} layers`);
       const differs = ticked.size !== inForce.size || [...ticked].some((position) => !inForce.has(position));

@@ -39,6 +39,10 @@ class LayerProfileLike(Protocol):
     def dtype(self) -> str: ...
     @property
     def checkpointed(self) -> bool: ...
+    @property
+    def saved_bytes(self) -> float: ...
+    @property
+    def cost_s(self) -> float: ...
 
 
 NOT_KNOWN = "the model's layers are not known here"
@@ -58,6 +62,7 @@ class LayerTable(Control):
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
     in_force: traitlets.List[Any] = traitlets.List(help="Positions in `rows` of what is checkpointed.").tag(sync=True)
     requested: traitlets.List[Any] = traitlets.List(help="Positions of what is to be.").tag(sync=True)
+    proposed: traitlets.List[Any] = traitlets.List(help="Positions of what is proposed.").tag(sync=True)
     pattern = traitlets.Unicode(help="The filter in force.").tag(sync=True)
     matching: traitlets.List[Any] | None = traitlets.List(None, allow_none=True, help="Positions that match; None: all.").tag(
         sync=True
@@ -74,6 +79,7 @@ class LayerTable(Control):
         self._why_not: dict[str, str] = {}
         self._order: dict[str, int] = {}
         self._positions: dict[str, int] = {}
+        self._proposed: tuple[str, ...] = ()
         super().__init__(request, state)
         self.show(profile)
 
@@ -85,7 +91,13 @@ class LayerTable(Control):
         self._profile = profile
         self._positions = {layer.name: i for i, layer in enumerate(profile)}
         ticks = {} if self._state is None else self._ticks(self._state)
-        self._put({"rows": self._all_rows(), "matching": self._matching(self.pattern)} | ticks)
+        proposed = {"proposed": self._indices(self._proposed)}
+        self._put({"rows": self._all_rows(), "matching": self._matching(self.pattern)} | proposed | ticks)
+
+    def propose(self, names: Sequence[str]) -> None:
+        """Mark these layers."""
+        self._proposed = tuple(names)
+        self._put({"proposed": self._indices(self._proposed)})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         layers_differ = self._state is None or (self._state.layers is not state.layers and self._state.layers != state.layers)
@@ -137,22 +149,11 @@ def matches(name: str, pattern: str) -> bool:
     return core_layers.parts_match(name.split("."), pattern.split("."))
 
 
-def saved_bytes(layer: LayerProfileLike) -> float:
-    """About what checkpointing the layer would free from forward to backward: what it holds without its output, which is needed
-    by the next one in any case. NaN where it is checkpointed already."""
-    return math.nan if layer.checkpointed else max(0, layer.activation_bytes - layer.output_bytes)
-
-
-def cost_s(layer: LayerProfileLike) -> float:
-    """What checkpointing it costs in a step: its recompute where it is checkpointed, else its forward pass once more."""
-    return layer.recompute_s if layer.checkpointed else layer.forward_s
-
-
 def _row(layer: LayerProfileLike, why_not: str) -> list[Any]:
     """Name, type, dtype, whether it was checkpointed, why it cannot be, and numbers: bytes and seconds, None where not known."""
     sizes = (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes)
     possible = why_not in ("", NOT_KNOWN)
-    trade = (saved_bytes(layer), cost_s(layer)) if possible else (math.nan, math.nan)
+    trade = (layer.saved_bytes, layer.cost_s) if possible else (math.nan, math.nan)
     numbers = (*sizes, layer.forward_s, layer.backward_s, *trade)
     known = [number if math.isfinite(number) else None for number in numbers]
     return [layer.name, layer.type, layer.dtype, layer.checkpointed, why_not, *known]

@@ -6,7 +6,8 @@ export default {
     const select = (label, title) => {
       const id = uid();
       const list = h("select", { id, title, onchange: () => choose() });
-      return { list, field: h("span", { class: "ampw-choice" }, h("label", { for: id }, label), list) };
+      const name = h("label", { for: id }, label);
+      return { list, name, field: h("span", { class: "ampw-choice" }, name, list) };
     };
     const before = select("Before", "Drawn as an outline; choose none to see one step alone");
     const after = select("After", "Drawn as areas");
@@ -14,7 +15,12 @@ export default {
     const choices = h("div", { class: "ampw-choices" }, before.field, swap, after.field);
     const sentence = h("p", { class: "ampw-difference", role: "status" });
     const details = h("ul", { class: "ampw-notes" });
-    const report = h("div", { class: "ampw-report", role: "alert", hidden: true });
+    const summary = h("summary", {});
+    const reportLines = h("div", {});
+    const dismiss = h("button", { type: "button", title: "Take this report away", onclick: () => asked.ask({ dismiss: true }) }, "Dismiss");
+    const checkpoint = h("button", { type: "button", onclick: () => asked.ask({ checkpoint: true }) });
+    const folded = h("details", {}, summary, reportLines, h("div", { class: "ampw-choices" }, checkpoint, dismiss));
+    const report = h("div", { class: "ampw-report", hidden: true }, folded);
     body.append(h("div", { class: "ampw-choices" }, button, whyNot), report, choices, sentence, details);
 
     const NONE = "none"; // a label is shown with a sign before it, so that none of them is this
@@ -25,6 +31,31 @@ export default {
     const choose = () => ask(before.list.value === after.list.value ? NONE : before.list.value, after.list.value);
     const exchange = () => before.list.value !== NONE && ask(after.list.value, before.list.value);
 
+    // While nothing has fitted since, it is open and an alert. Then it says so, and what was reported is folded away.
+    let reported = null;
+    let fits = null;
+    const drawReport = () => {
+      const [heading = "", ...rest] = model.get("report");
+      const fitted = model.get("fitted");
+      const lines = fitted ? [heading, ...rest] : rest;
+      if (model.get("report") !== reported || (fitted !== "") !== fits) {
+        const again = model.get("report") !== reported && fits !== null;
+        reported = model.get("report");
+        if (again || (fitted !== "") !== fits) folded.open = fitted === "";
+        fits = fitted !== "";
+        reportLines.replaceChildren(...lines.map((text) => h("p", {}, text)));
+      }
+      setText(summary, fitted || heading);
+      report.classList.toggle("ampw-over", fits);
+      if (fits) report.removeAttribute("role");
+      else report.setAttribute("role", "alert");
+      report.hidden = heading === "";
+      const proposed = model.get("proposed");
+      setText(checkpoint, proposed.length ? `Checkpoint ${proposed.length > 1 ? `the ${proposed.length} proposed layers` : proposed[0]}` : "");
+      checkpoint.title = `In force from the next step: ${proposed.join(", ")}`;
+      checkpoint.disabled = dismiss.disabled = asked.locked();
+    };
+
     let options = null;
     const fill = () => {
       const made = () => options.map(([label, text]) => h("option", { value: `=${label}` }, text));
@@ -34,10 +65,11 @@ export default {
     const draw = () => {
       const locked = asked.locked();
       const pending = model.get("pending") || asked.value("profile", false);
-      setText(button.firstChild, pending ? "Profiling the next step …" : "Profile the next step");
-      button.disabled = locked || pending || model.get("why_not") !== "";
+      const waits = model.get("trains") ? "Profiling the next step …" : "The next step will be profiled when training goes on";
+      setText(button.firstChild, pending ? waits : "Profile the next step");
+      button.disabled = locked || pending;
       button.setAttribute("aria-busy", String(pending));
-      setText(whyNot, model.get("why_not"));
+      setText(whyNot, model.get("why_not") && `The last one was not profiled: ${model.get("why_not")}`);
       if (model.get("why_not")) button.setAttribute("aria-describedby", whyNot.id);
       else button.removeAttribute("aria-describedby");
       if (options !== model.get("options")) {
@@ -52,16 +84,13 @@ export default {
       swap.disabled = locked || first === NONE;
       choices.hidden = !options.length;
       before.field.hidden = swap.hidden = options.length < 2;
+      setText(after.name, options.length < 2 ? "Step" : "After");
       setText(sentence, model.get("sentence"));
       const notes = model.get("details");
       if (details.childElementCount !== notes.length || notes.some((note, i) => details.children[i].textContent !== note)) {
         details.replaceChildren(...notes.map((note) => h("li", {}, note)));
       }
-      const lines = model.get("report");
-      if (report.childElementCount !== lines.length || lines.some((text, i) => report.children[i].textContent !== text)) {
-        report.replaceChildren(...lines.map((text) => h("p", {}, text)));
-      }
-      report.hidden = !lines.length;
+      drawReport();
       setWaiting(pending);
     };
     const asked = asking(model, el, showLost, draw);

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import traitlets
 
+from amp_widgets.charts.ceiling import Death
 from amp_widgets.charts.mountain import mountain_sentence
 from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, recompute_s
+from amp_widgets.charts.phases import recomputes_of
+from amp_widgets.charts.reserved import EXPLAINED, RETRIES
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
@@ -21,13 +24,14 @@ SMALLEST_CHANGE = 0.02
 
 
 class Command(Protocol):
-    """What a memory panel asks for, beside settings: ``("profile")`` the next step; ``("show", labels=(before, after))``."""
+    """What a memory panel asks for, beside settings: ``("profile")`` the next step; ``("show", labels=(before, after))``;
+    ``("dismiss")`` the report of a step that ran out of memory; ``("checkpoint")`` the layers that it proposes."""
 
     def __call__(self, name: str, /, **values: Any) -> None: ...
 
 
 class MemoryControl(Control):
-    """The head of a memory panel. Asks with ``command("profile")`` and ``command("show", labels=...)``, see `Command`."""
+    """The head of a memory panel. What it asks for, see `Command`."""
 
     _esm = page_script("memory_control")
     _css = Control._css + (Path(__file__).parent / "memory.css").read_text(encoding="utf-8")
@@ -35,10 +39,13 @@ class MemoryControl(Control):
     options: traitlets.List[Any] = traitlets.List(help="Of each kept profile its label and what is said of it.").tag(sync=True)
     shown: traitlets.List[Any] = traitlets.List(help="The labels of what is drawn.").tag(sync=True)
     pending = traitlets.Bool(False).tag(sync=True)
+    trains = traitlets.Bool(True).tag(sync=True)
     why_not = traitlets.Unicode().tag(sync=True)
     sentence = traitlets.Unicode().tag(sync=True)
     details: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
     report: traitlets.List[Any] = traitlets.List(help="Lines; the first is the heading.").tag(sync=True)
+    proposed: traitlets.List[Any] = traitlets.List(help="Layers that are proposed, and not asked for yet.").tag(sync=True)
+    fitted = traitlets.Unicode(help="That steps have fitted since.").tag(sync=True)
 
     def __init__(self, command: Command, state: MemoryState | None = None) -> None:
         super().__init__(command)
@@ -46,18 +53,24 @@ class MemoryControl(Control):
 
     def show(self, state: MemoryState) -> None:
         """Show this; nothing is sent when it is what is shown."""
-        chosen = state.chosen
+        chosen, deaths = state.chosen, state.deaths
         self._put(
             {
-                "options": [[profile.label, _option_text(profile)] for profile in state.profiles],
+                "options": [[profile.label, _option_text(profile, deaths)] for profile in state.offered],
                 "shown": [profile.label for profile in chosen],
                 "pending": state.pending,
-                "why_not": state.why_not or "",
-                "sentence": _capital(mountain_sentence(chosen)) if chosen else "",
-                "details": _details(chosen),
-                "report": list(state.report[:MOST_REPORT_LINES]),
+                "trains": state.trains,
+                "why_not": "" if state.death is not None and not state.fitted else state.why_not or "",  # the report says more
+                "sentence": _capital(mountain_sentence(chosen, deaths)) if chosen else "",
+                "details": _details(chosen, deaths),
+                "report": [] if state.death is None else list(state.death.report[:MOST_REPORT_LINES]),
+                "fitted": state.fitted_text,
             }
         )
+
+    def propose(self, names: Sequence[str]) -> None:
+        """Offer to checkpoint these layers."""
+        self._put({"proposed": list(names)})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {}  # it shows a `MemoryState`
@@ -65,8 +78,14 @@ class MemoryControl(Control):
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"profile": True}:
-                if not (self.pending or self.why_not):
+                if not self.pending:
                     self._request("profile")
+            case {"checkpoint": True}:
+                if self.proposed:
+                    self._request("checkpoint")
+            case {"dismiss": True}:
+                if self.report:
+                    self._request("dismiss")
             case {"show": [*labels]}:
                 known = [label for label, _ in self.options]
                 wanted = tuple(label for label in dict.fromkeys(labels) if label in known)[:2]
@@ -74,12 +93,15 @@ class MemoryControl(Control):
                     self._request("show", labels=wanted)
 
 
-def _option_text(profile: StepProfileLike) -> str:
-    step = f"step {profile.step:,}, " if profile.step >= 0 else ""
+def _option_text(profile: StepProfileLike, deaths: Mapping[str, Death]) -> str:
+    """The label, the step where the label does not name it, and the peak."""
+    step = f"step {profile.step:,}, " if profile.step >= 0 and "step " not in profile.label else ""
+    if profile.label in deaths:
+        return profile.label
     return f"{profile.label} ({step}peak {memory_text(peak_of(profile)[1])})"
 
 
-def _details(chosen: Sequence[StepProfileLike]) -> list[str]:
+def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> list[str]:
     """What the peaks consist of, or how that has changed; what recompute took; how it was counted."""
     if not chosen:
         return []
@@ -87,9 +109,9 @@ def _details(chosen: Sequence[StepProfileLike]) -> list[str]:
     made_of = [_at_peak(profile) for profile in chosen]
     if len(chosen) == 1:
         parts = sorted(((size, kind) for kind, size in made_of[0].items() if size), reverse=True)
-        sentences = (
-            [f"At the peak: {', '.join(f'{KIND_NAMES[kind]} {memory_text(size)}' for size, kind in parts)}"] if parts else []
-        )
+        words = [f"{KIND_NAMES[kind]} {memory_text(size)}" for size, kind in parts]
+        when = "When memory ran out" if newest.label in deaths else "At the peak"
+        sentences = [f"{when}: {', '.join(words)}"] if words else []
     else:
         before, after = made_of
         least = SMALLEST_CHANGE * max(sum(before.values()), sum(after.values()))
@@ -97,13 +119,20 @@ def _details(chosen: Sequence[StepProfileLike]) -> list[str]:
         changed.sort(key=lambda kind: -abs(after[kind] - before[kind]))
         words = [f"{KIND_NAMES[kind]} {memory_text(before[kind])} → {memory_text(after[kind])}" for kind in changed]
         sentences = [f"At the peak: {', '.join(words)}"] if words else []
-    again = sum(phase.name == "recompute" for phase in newest.phases)
+    again = len(recomputes_of(newest.phases))
     if again:
         times = f"{again} time{'s' * (again > 1)}"
         sentences.append(
             f"The price: layers were computed again {times} in the backward pass, {seconds_text(recompute_s(newest))}"
         )
-    sources = dict.fromkeys(profile.source for profile in chosen)
+    allocators = [(profile, readings) for profile in chosen for readings in profile.allocator]
+    for profile, readings in allocators:
+        sentences.append(f"{profile.label}, {readings.text}" if len(chosen) == 2 else readings.text)
+    if allocators:
+        sentences.append(EXPLAINED)
+    if any(readings.retries for _, readings in allocators):
+        sentences.append(RETRIES)
+    sources = dict.fromkeys(profile.source for profile in chosen if profile is newest or profile.label not in deaths)
     notes = dict.fromkeys(note for profile in chosen for note in profile.notes)
     return [*sentences, *(f"Counted: {source}" for source in sources if source), *notes]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ipywidgets
 
+from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.figure_view import FigureView
-from amp_widgets.charts.mountain import mountain_figure, mountain_sentence
+from amp_widgets.charts.mountain import NO_DEATHS, mountain_figure, mountain_sentence
 from amp_widgets.widgets.layer_table import LayerTable
 from amp_widgets.widgets.memory_control import Command, MemoryControl
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
@@ -22,7 +24,8 @@ class MemoryPanel(ipywidgets.Box):
     Parameters
     ----------
     command
-        Called for what concerns the panel: ``command("profile")``, ``command("show", labels=(before, after))``.
+        Called for what concerns the panel: ``command("profile")``, ``command("show", labels=(before, after))``,
+        ``command("dismiss")``.
     request
         Called for settings, as by every control: ``request(checkpointed=names)``.
     state, dashboard
@@ -37,7 +40,13 @@ class MemoryPanel(ipywidgets.Box):
         dashboard: DashboardState | None = None,
     ) -> None:
         self._chosen: tuple[StepProfileLike, ...] = ()
-        self._control = MemoryControl(command)
+        self._ceiling: Ceiling | None = None
+        self._deaths: Mapping[str, Death] = NO_DEATHS
+        self._proposed: tuple[str, ...] = ()
+        self._dashboard = dashboard
+        self._command: Callable[..., None] = command
+        self._request = request
+        self._control = MemoryControl(self._asked)
         self._figure = FigureView(note=NOTHING_YET)
         self._table = LayerTable(request, dashboard)
         super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-memory-panel",))
@@ -47,19 +56,28 @@ class MemoryPanel(ipywidgets.Box):
     def show(self, state: MemoryState) -> None:
         """Show this state; nothing is sent or drawn anew when it is what is shown."""
         self._control.show(state)
-        chosen = state.chosen
-        if len(chosen) == len(self._chosen) and all(one is other for one, other in zip(chosen, self._chosen, strict=True)):
+        self._proposed = () if state.death is None or state.fitted else tuple(state.death.layers_to_checkpoint)
+        self._show_proposed()
+        chosen, ceiling = state.chosen, state.ceiling
+        deaths = {label: death for label, death in state.deaths.items() if any(label == profile.label for profile in chosen)}
+        same = len(chosen) == len(self._chosen) and all(one is other for one, other in zip(chosen, self._chosen, strict=True))
+        if same and ceiling == self._ceiling and deaths == self._deaths:
             return
-        self._chosen = chosen
+        self._chosen, self._ceiling, self._deaths = chosen, ceiling, deaths
         self._table.show(chosen[-1].layers if chosen else ())
         if chosen:
-            self._figure.show(lambda theme: mountain_figure(chosen, title="", theme=theme), label=_spoken(chosen))
+            self._figure.show(
+                lambda theme: mountain_figure(chosen, title="", theme=theme, ceiling=ceiling, deaths=deaths),
+                label=_spoken(chosen, deaths),
+            )
         else:
             self._figure.clear(NOTHING_YET)
 
     def render(self, dashboard: DashboardState) -> None:
         """Show which layers are checkpointed, and which are to be."""
+        self._dashboard = dashboard
         self._table.render(dashboard)
+        self._show_proposed()
 
     def lock(self) -> None:
         """Show that there is nothing left to control; the pictures stay."""
@@ -70,16 +88,34 @@ class MemoryPanel(ipywidgets.Box):
         """Close all that it is made of, and forget whom it asks."""
         if self.comm is None:
             return
-        self._chosen = ()
+        self._chosen, self._deaths = (), NO_DEATHS
+        self._command = self._request = _nobody
         for part in (self._control, self._figure, self._table):
             part.close()
         if isinstance(self.layout, ipywidgets.Widget):
             self.layout.close()
         super().close()
 
+    def _show_proposed(self) -> None:
+        requested = () if self._dashboard is None else self._dashboard.requested("checkpointed")
+        self._control.propose([name for name in self._proposed if name not in requested])
+        self._table.propose(self._proposed)
+
+    def _asked(self, name: str, /, **values: Any) -> None:
+        if name != "checkpoint":
+            self._command(name, **values)
+        elif self._dashboard is not None:
+            wanted = {*self._dashboard.requested("checkpointed"), *self._proposed}
+            known = [layer.name for layer in self._dashboard.layers if layer.name in wanted]
+            self._request(checkpointed=(*known, *sorted(wanted - set(known))))
+
     def __repr__(self) -> str:
-        return f"<amp_widgets memory panel: {_spoken(self._chosen) if self._chosen else 'no step profiled yet'}>"
+        return f"<amp_widgets memory panel: {_spoken(self._chosen, self._deaths) if self._chosen else 'no step profiled yet'}>"
 
 
-def _spoken(chosen: tuple[StepProfileLike, ...]) -> str:
-    return f"Memory within a step, {' against '.join(profile.label for profile in chosen)}: {mountain_sentence(chosen)}"
+def _spoken(chosen: tuple[StepProfileLike, ...], deaths: Mapping[str, Death]) -> str:
+    return f"Memory within a step, {' against '.join(profile.label for profile in chosen)}: {mountain_sentence(chosen, deaths)}"
+
+
+def _nobody(*_args: object, **_values: object) -> None:
+    """Nobody is asked after `close`."""

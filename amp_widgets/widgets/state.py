@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from amp_widgets.core.autocast import Support
     from amp_widgets.core.checkpointing import Layer
     from amp_widgets.core.history import History
+    from amp_widgets.widgets.memory_state import OutOfMemoryLike, StepProfileLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +106,32 @@ class Controlled(Protocol):
     @property
     def history_so_far(self) -> History:
         """Every step whose values have arrived."""
+
+    @property
+    def profiles(self) -> tuple[StepProfileLike, ...]:
+        """The profiled steps that are kept, the newest last; the same objects every time."""
+
+    @property
+    def profile_pending(self) -> bool:
+        """Whether the next step will be profiled."""
+
+    @property
+    def why_not_profiled(self) -> str | None:
+        """Why the last step that was to be profiled was not, or None."""
+
+    @property
+    def out_of_memory(self) -> OutOfMemoryLike | None:
+        """The last step that ran out of memory, until it is cleared; the same object every time."""
+
+    @property
+    def memory_budget(self) -> float | None:
+        """Bytes that a step may not go above, or None."""
+
+    def profile_next_step(self, label: str = "") -> None:
+        """Profile the memory of the step that begins next."""
+
+    def clear_out_of_memory(self) -> None:
+        """Forget `out_of_memory`."""
 
     def request(self, *, source: str = "script", **changes: Any) -> object:
         """Ask for settings, in force from the next step. Raises SettingsError."""

@@ -80,7 +80,7 @@ threading.Thread(target=feed, daemon=True).start()
 
 
 def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([OWN_LOOP, FIT], height=1300)
+    notebook = open_notebook([OWN_LOOP, FIT], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
@@ -94,7 +94,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     assert notebook.output(0).locator(".ampw-dashboard").count() == 1
 
     # two tabs on one notebook
-    tab = open_notebook(name=notebook.name, height=1300)
+    tab = open_notebook(name=notebook.name, height=2600)
     other = Dashboard(tab, 0)
     other.wait_for_plot()
     other.area.get_by_text("bf16", exact=True).first.click()
@@ -108,7 +108,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     # nobody looks for a while
     for page in (tab.page, notebook.page):
         page.close()
-    late = open_notebook(name=notebook.name, height=1300)
+    late = open_notebook(name=notebook.name, height=2600)
     back = Dashboard(late, 0)
     back.wait_for_plot()
     done = back.python("status().step")
@@ -122,7 +122,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
 
 def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNotebook, lab: Lab) -> None:
     finite = "session.fit([(x, y)] * 300, nn.functional.cross_entropy)\nsession.wait()"
-    notebook = open_notebook([OWN_LOOP, finite], height=1300)
+    notebook = open_notebook([OWN_LOOP, finite], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
@@ -139,7 +139,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
 
     # its kernel is alive
     notebook.page.close()
-    notebook = open_notebook(name=notebook.name, height=1300)
+    notebook = open_notebook(name=notebook.name, height=2600)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
     board.wait(lambda: board.points("loss line") == 300, "not live with its kernel alive")
@@ -158,14 +158,14 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
         (lab.notebooks / name).write_text(json.dumps(content))
         if name == "trusted.ipynb":
             _trust(lab, lab.notebooks / name)
-        without = open_notebook(name=name, height=1300, kernel=False)
+        without = open_notebook(name=name, height=2600, kernel=False)
         without.page.locator(".jp-Dialog button:has-text('No Kernel')").click()
         _assert_still(Dashboard(without, 0))
         without.screenshot(f"no-kernel-{name.removesuffix('.ipynb')}")
         without.page.close()
 
     # another kernel
-    notebook = open_notebook(name=notebook.name, height=1300)
+    notebook = open_notebook(name=notebook.name, height=2600)
     board = Dashboard(notebook, 0)
     _assert_still(board)
     notebook.wait_until(lambda: _only_not_found(notebook), SLOW_S, "ipywidgets did not look for the widget")
@@ -185,7 +185,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
 def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook: OpenNotebook) -> None:
     load = "%load_ext amp_widgets\n"
     attach = OWN_LOOP.partition("session =")[0] + f"{load}%amp model optimizer\n{FIT}"
-    notebook = open_notebook([COUNTS + load, attach, "%reload_ext amp_widgets\n" * 3, "%amp"], height=1300)
+    notebook = open_notebook([COUNTS + load, attach, "%reload_ext amp_widgets\n" * 3, "%amp"], height=2600)
     board = Dashboard(notebook, 1)
 
     def run_and_see_it_live() -> None:
@@ -239,7 +239,7 @@ def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook:
 
 @pytest.mark.timeout(2 * MOST_S)
 def test_redraws_grow_neither_the_kernel_nor_the_page(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([OWN_LOOP.replace("session.dashboard()", "board = session.dashboard()\nboard"), FEED], height=1300)
+    notebook = open_notebook([OWN_LOOP.replace("session.dashboard()", "board = session.dashboard()\nboard"), FEED], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     Dashboard(notebook, 0).wait_for_plot()
     # The page waits between redraws so as to leave the processor to others: not here.

@@ -20,7 +20,7 @@ from amp_widgets.core.settings import Settings
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState
 from amp_widgets.widgets.state import DashboardState
-from tests.charts.gpt_step import LayerProfile, gpt_step
+from tests.charts.gpt_step import LayerProfile, dead_step, gpt_step, with_allocator
 
 fp32 = gpt_step()
 lean = gpt_step("fp16 + 4 layers checkpointed", half=True, checkpointed=(0, 1, 2, 3))
@@ -36,7 +36,7 @@ def command(name, **values):
     asked.append([name, values])
     if name == "profile":
         keep({{"": fp32, "fp32": lean}}[state.profiles[-1].label if state.profiles else ""])
-    else:
+    elif name == "show":
         put(shown=values["labels"])
 
 def request(**changes):
@@ -130,9 +130,12 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
     wait(lambda: ["settings", {"checkpointed": ["layers.5"]}] in notebook.kernel.eval("asked"), "the tick asked for nothing")
     wait(lambda: area.locator("tr.ampw-changed").count() == 1, "the waiting tick is not marked")
 
-    # dark, and a reload
+    # dark, also after it was out of sight meanwhile; and a reload
     light = both["activation"]
+    figure.evaluate("root => { root.parentElement.style.display = 'none'; }")
     notebook.set_theme("dark")
+    notebook.page.wait_for_timeout(1300)  # it looks at the theme for a second
+    figure.evaluate("root => { root.parentElement.style.display = ''; }")
     wait(lambda: drawn()["activation"] != light, "the figure did not follow the dark theme")
     notebook.page.wait_for_timeout(300)
     notebook.screenshot("memory-panel-dark", area.locator(".ampw-memory-panel"))
@@ -147,7 +150,8 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
     area.get_by_role("combobox", name="Before").select_option(index=0)
     wait(lambda: "1 total" not in drawn()["parts"], "choosing one step alone had no effect")
     notebook.kernel.exec(
-        "keep(evil); put(report=('Out of memory in forward of ' + evil.label, 'It would have fitted with 2 layers'))"
+        "keep(evil); report = ('Out of memory in forward of ' + evil.label, 'It would have fitted with 2 layers')\n"
+        "put(death=dc.replace(dead_step(), layer=evil.label, report=report), shown=('fp32', evil.label))"
     )
     wait(lambda: area.get_by_role("alert").count() == 1, "the report is not shown")
     wait(lambda: "1 total" in drawn()["parts"], "not drawn")
@@ -155,3 +159,14 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
     assert notebook.page.evaluate("window.harmed") is None
     assert area.locator("img").count() == 0
     notebook.screenshot("memory-panel-report", area.locator(".ampw-memory-panel"))
+
+    # what torch's allocator holds on CUDA
+    notebook.kernel.exec("put(profiles=(fp32, with_allocator(lean, retries=2)), shown=(), death=None, budget_bytes=330e6)")
+    wait(lambda: "1 reserved" in drawn()["parts"], "the allocator is not drawn")
+    assert {"1 allocated", "1 inactive"} <= set(drawn()["parts"])
+    assert "nvidia-smi" in area.locator(".ampw-notes").inner_text()
+    notebook.screenshot("memory-panel-allocator-light", area.locator(".ampw-memory-panel"))
+    notebook.set_theme("dark")
+    wait(lambda: drawn()["activation"] != light, "the figure did not follow the dark theme again")
+    notebook.page.wait_for_timeout(300)
+    notebook.screenshot("memory-panel-allocator-dark", figure)

@@ -188,7 +188,7 @@ def test_the_loop_in_a_busy_cell(open_notebook: OpenNotebook) -> None:
 
 def test_two_views_agree_and_a_late_one_is_whole(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook(
-        ["%load_ext amp_widgets\n%amp demo digits", "session.dashboard()", "session.dashboard()"], height=1900
+        ["%load_ext amp_widgets\n%amp demo digits", "session.dashboard()", "session.dashboard()"], height=4000
     )
     notebook.run_and_wait(0, SLOW_S)
     first = Dashboard(notebook, 0)

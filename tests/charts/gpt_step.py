@@ -1,4 +1,4 @@
-"""Steps as they are profiled, made up: a GPT of six blocks with Adam, plain or with blocks checkpointed. Needs numpy only."""
+"""Steps as they are profiled, made up: a GPT of six blocks with Adam, plain or with blocks checkpointed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from amp_widgets.core.memory import profile
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 BLOCKS = 6
@@ -23,19 +25,13 @@ class Phase:
     stop: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerProfile:
-    name: str
-    type: str = "Linear"
-    parameter_bytes: int = 0
-    activation_bytes: int = 0
-    output_bytes: int = 0
-    forward_s: float = float("nan")
-    backward_s: float = float("nan")
-    recompute_s: float = float("nan")
-    calls: int = 1
-    dtype: str = "float32"
-    checkpointed: bool = False
+def LayerProfile(**values: Any) -> profile.LayerProfile:  # stands in for the class
+    """A layer of which only some numbers matter."""
+    unknown = float("nan")
+    times = {"forward_s": unknown, "backward_s": unknown, "recompute_s": unknown}
+    sizes = {"parameter_bytes": 0, "activation_bytes": 0, "output_bytes": 0}
+    rest = {"type": "Linear", "calls": 1, "dtype": "float32", "checkpointed": False}
+    return profile.LayerProfile(**{**times, **sizes, **rest, **values})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,9 +47,41 @@ class StepProfile:
     layer_names: tuple[str, ...]
     operator_names: tuple[str, ...]
     phases: tuple[Phase, ...]
-    layers: tuple[LayerProfile, ...] = ()
+    layers: tuple[profile.LayerProfile, ...] = ()
     peak_by_layer: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    allocator: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Readings:
+    """What torch's allocator counts."""
+
+    device: str = "cuda:0"
+    point: npt.NDArray[Any]
+    allocated_bytes: npt.NDArray[Any]
+    inactive_bytes: npt.NDArray[Any]
+    reserved_bytes: npt.NDArray[Any]
+    peak_allocated_bytes: int = 0
+    retries: int = 0
+    ooms: int = 0
+    text: str = "cuda:0: reserved 300.0 MB, of which 230.0 MB were allocated"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Death:
+    """A step that ran out of memory."""
+
+    step: int = 12
+    cause: str = "budget"
+    device: str = "cpu"
+    requested_bytes: float = 8.0 * MEGA
+    limit_bytes: float = 150.0 * MEGA
+    phase: str = "forward"
+    layer: str = "layers.3.mlp"
+    profile: StepProfile | None = None
+    report: tuple[str, ...] = ("Step 12 ran out of memory in the forward pass of layers.3.mlp", "Activations held 120.0 MB")
+    layers_to_checkpoint: tuple[str, ...] = ("layers.0", "layers.1")
 
 
 class Writer:
@@ -137,7 +165,7 @@ def gpt_step(label: str = "fp32", *, half: bool = False, checkpointed: tuple[int
     return write.profile(label, layers=layers(size, half, checkpointed))
 
 
-def layers(size: int, half: bool, checkpointed: tuple[int, ...]) -> tuple[LayerProfile, ...]:
+def layers(size: int, half: bool, checkpointed: tuple[int, ...]) -> tuple[profile.LayerProfile, ...]:
     dtype = "float16" if half else "float32"
     found = [
         LayerProfile(name="token", type="Embedding", parameter_bytes=MEGA, activation_bytes=size, output_bytes=size, dtype="")
@@ -159,3 +187,22 @@ def layers(size: int, half: bool, checkpointed: tuple[int, ...]) -> tuple[LayerP
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+def dead_step(step: int = 12, limit_bytes: float = 150.0 * MEGA) -> Death:
+    """One that broke off in the forward pass."""
+    whole = gpt_step(f"out of memory at step {step} (fp32)")
+    end = int(np.argmax(whole.bytes_by_kind.sum(axis=1) + 8 * MEGA > limit_bytes)) + 1
+    arrays = {name: getattr(whole, name)[:end] for name in ("bytes_by_kind", "time_s", "layer_index", "operator_index")}
+    profile = dataclasses.replace(whole, step=step, phases=(Phase(name="forward", start=0, stop=end),), **arrays)
+    return Death(step=step, limit_bytes=limit_bytes, profile=profile)
+
+
+def with_allocator(profile: StepProfile, **more: Any) -> StepProfile:
+    """Read at every seventh point: a little more than is used, and what the allocator never gives back."""
+    point = np.arange(0, len(profile.time_s), 7, dtype=np.int32)
+    allocated = profile.bytes_by_kind.sum(axis=1)[point] + 3 * MEGA
+    reserved = np.maximum.accumulate(allocated * 5 // 4)
+    inactive = (reserved - allocated) // 3
+    readings = Readings(point=point, allocated_bytes=allocated, inactive_bytes=inactive, reserved_bytes=reserved, **more)
+    return dataclasses.replace(profile, allocator=(readings,))

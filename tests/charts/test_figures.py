@@ -117,14 +117,14 @@ def test_losses_of_any_kind_make_a_valid_figure(losses: list[float]) -> None:
 
 def test_each_applied_change_is_a_labelled_line_through_all_three() -> None:
     changes = event(0, autocast="fp16", source="dashboard"), event(2, checkpointed=["a", "b"])
-    fig = figure((changes[0], event(1, "rejected"), changes[1], event(1, "note")), loss=[1, 2, 3])
+    fig = figure((changes[0], event(1, "rejected"), changes[1], event(1, "note"), event(2, "out_of_memory")), loss=[1, 2, 3])
     assert [(line.x0, line.x1, line.y0, line.yref) for line in fig.layout.shapes] == [(2, 2, 0, "paper"), (0, 0, 0, "paper")]
     assert all(line.y1 > 1 for line in fig.layout.shapes)
     assert {"fp16", "2 layers"} <= set(texts(fig))
     marks = trace(fig, "events", "marks")
-    assert list(marks.x) == [0, 1, 2, 1]
-    assert list(marks.text) == ["because"] * 4
-    assert len(set(marks.marker.symbol)) == 3
+    assert list(marks.x) == [0, 1, 2, 1, 2]
+    assert list(marks.text) == ["because"] * 5
+    assert len(set(marks.marker.symbol)) == 4
 
 
 def test_only_the_newest_lines_are_drawn_but_every_mark() -> None:

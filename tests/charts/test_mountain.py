@@ -10,11 +10,13 @@ import plotly.graph_objects as go
 import pytest
 
 from amp_widgets.charts import peaks
+from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.look import COLOURS
 from amp_widgets.charts.mountain import KIND_COLOURS, MOST_POINTS, kept_points, mountain_figure, mountain_sentence
-from amp_widgets.charts.phases import MOST_BANDS, WIDTH, aligned
+from amp_widgets.charts.phases import MOST_BANDS, WIDTH, aligned, recomputes_of
+from amp_widgets.charts.reserved import together
 from amp_widgets.core.memory import profile as core_profile
-from tests.charts.gpt_step import Phase, StepProfile, Writer, gpt_step
+from tests.charts.gpt_step import Phase, Readings, StepProfile, Writer, dead_step, gpt_step, with_allocator
 
 EVIL = "<b>x</b> & $y$ <a href='javascript:1'>"
 
@@ -302,3 +304,134 @@ def luminance(colour: str) -> float:
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+# ---- what torch's allocator holds ----
+
+
+def test_the_allocator_is_three_lines_and_two_bands_over_the_step(fp32: StepProfile) -> None:
+    step = with_allocator(fp32)
+    [readings] = step.allocator
+    figure = mountain_figure([step])
+    assert [part for _, part in parts(figure)][-3:] == ["allocated", "inactive", "reserved"]
+    allocated, inactive, reserved = (trace(figure, 0, part) for part in ("allocated", "inactive", "reserved"))
+    np.testing.assert_array_equal(allocated.y[:-1], readings.allocated_bytes)
+    np.testing.assert_array_equal(inactive.y[:-1], readings.allocated_bytes + readings.inactive_bytes)
+    np.testing.assert_array_equal(reserved.y[:-1], readings.reserved_bytes)
+    x = aligned([(len(fp32.time_s), fp32.phases)])[1][0].x
+    np.testing.assert_array_equal(allocated.x, [*x[readings.point], WIDTH])
+    assert (allocated.fill, inactive.fill, reserved.fill) == (None, "tonexty", "tonexty")
+    assert len({one.line.dash for one in (allocated, inactive, reserved)}) == 3  # told apart without colours
+    assert inactive.fillpattern.shape == "/"
+    assert figure.layout.yaxis.range[1] > readings.reserved_bytes.max()
+    assert [name in reserved.hovertext[0] for name in ("reserved", "inactive", "allocated")] == [True] * 3
+
+
+def test_of_two_steps_the_allocator_of_the_second_is_drawn(fp32: StepProfile, lean: StepProfile) -> None:
+    assert (1, "reserved") in parts(mountain_figure([with_allocator(fp32), with_allocator(lean)]))
+    assert not {"reserved"} & {part for _, part in parts(mountain_figure([with_allocator(fp32), lean]))}
+
+
+def test_several_devices_are_added_up_each_as_it_was_last_read() -> None:
+    def readings(point: list[int], sizes: list[int]) -> Readings:
+        array = np.array(sizes, np.int64)
+        places = np.array(point, np.int32)
+        return Readings(point=places, allocated_bytes=array, inactive_bytes=array * 0, reserved_bytes=array * 2)
+
+    points, (allocated, inactive, reserved) = together([readings([0, 4, 9], [1, 2, 3]), readings([2, 4], [10, 20])])
+    assert points.tolist() == [0, 2, 4, 9]
+    assert allocated.tolist() == [11, 11, 22, 23]
+    assert reserved.tolist() == [22, 22, 44, 46]
+    assert inactive.tolist() == [0, 0, 0, 0]
+
+
+def test_a_real_reading_has_what_is_drawn() -> None:
+    names = {field.name for field in dataclasses.fields(core_profile.AllocatorReadings)}
+    assert {field.name for field in dataclasses.fields(Readings)} - {"text"} == names
+    assert isinstance(core_profile.AllocatorReadings.text, property)
+
+
+# ---- out of memory ----
+
+BUDGET = Ceiling(size_bytes=150e6, name="budget")
+
+
+def died(step: StepProfile, requested_bytes: float = 8e6, ceiling: Ceiling | None = BUDGET) -> dict[str, Death]:
+    return {step.label: Death(requested_bytes=requested_bytes, ceiling=ceiling)}
+
+
+def test_a_step_that_ran_out_of_memory_ends_there_with_what_was_requested_above_it() -> None:
+    step = dead_step().profile
+    figure = mountain_figure([step], ceiling=BUDGET, deaths=died(step))
+    total = trace(figure, 0, "total")
+    used = int(step.bytes_by_kind[-1].sum())
+    assert total.x[-1] == total.x[-2] < WIDTH
+    [requested] = shapes(figure, "requested")
+    assert (requested.x0, requested.x1) == (total.x[-1], total.x[-1])
+    assert (requested.y0, requested.y1) == (used, used + 8e6)
+    assert note(figure, "death 0").text == (
+        "<b>out of memory here</b><br>8.0 MB requested, budget 150.0 MB<br>in forward of layers.3.mlp"
+    )
+    assert not [one for one in figure.layout.annotations if one.name.startswith("peak")]
+    [line] = shapes(figure, "ceiling")
+    assert (line.y0, line.y1) == (150e6, 150e6)
+    assert note(figure, "ceiling").text == "<b>budget 150.0 MB</b>"
+    assert figure.layout.yaxis.range[1] > used + 8e6
+    assert mountain_sentence([step], died(step)) == (
+        "out of memory in forward of layers.3.mlp: 143.0 MB in use and 8.0 MB more requested, budget 150.0 MB"
+    )
+
+
+def test_what_is_not_known_of_a_death_is_not_said() -> None:
+    step = dead_step().profile
+    deaths = died(step, math.nan, None)
+    figure = mountain_figure([step], deaths=deaths)
+    assert shapes(figure, "requested") == []
+    assert note(figure, "death 0").text == "<b>out of memory here</b><br>in forward of layers.3.mlp"
+    assert mountain_sentence([step], deaths) == "out of memory in forward of layers.3.mlp: 143.0 MB in use"
+
+
+def test_before_and_after_a_death(lean: StepProfile) -> None:
+    step = dead_step().profile
+    figure = mountain_figure([step, lean], ceiling=BUDGET, deaths=died(step))
+    assert {(0, "outline"), (1, "total")} <= set(parts(figure))
+    assert note(figure, "death 0").text.startswith("<b>before: out of memory here</b>")
+    assert trace(figure, 0, "outline").name == "before"  # a long name would push the legend apart
+    assert note(figure, "peak 1").text.startswith("<b>after: peak")
+    assert shapes(figure, "height") == []  # not two peaks: there is no distance
+    peak = peaks.peak_of(lean)[1]
+    left = peaks.memory_text(150e6 - peak)
+    assert mountain_sentence([step, lean], died(step)) == (
+        f"out of memory at 151.0 MB → peak {peaks.memory_text(peak)}: it fits, {left} to spare (budget 150.0 MB)"
+    )
+    assert mountain_sentence([lean, step], died(step)) == (
+        f"peak {peaks.memory_text(peak)} → out of memory at 151.0 MB: it does not fit (budget 150.0 MB)"
+    )
+
+
+def test_a_ceiling_far_above_is_named_and_does_not_press_the_mountain_flat(fp32: StepProfile) -> None:
+    far = Ceiling(size_bytes=141e9, name="memory of <cuda:0>")
+    figure = mountain_figure([fp32], ceiling=far)
+    assert shapes(figure, "ceiling") == []
+    assert note(figure, "ceiling").text == "memory of &lt;cuda:0> 141.0 GB, far above ↑"
+    assert figure.layout.yaxis.range == mountain_figure([fp32]).layout.yaxis.range
+
+
+def test_a_dead_step_without_points_is_drawn() -> None:
+    step = dataclasses.replace(
+        small("dead"), phases=(), time_s=np.zeros(0), layer_index=np.zeros(0, np.int32), operator_index=np.zeros(0, np.int32),
+        bytes_by_kind=np.zeros((0, 8), np.int64),
+    )  # fmt: skip
+    figure = mountain_figure([step], ceiling=BUDGET, deaths=died(step))
+    assert note(figure, "death 0").text == "<b>out of memory here</b><br>8.0 MB requested, budget 150.0 MB"
+
+
+def test_a_point_of_the_backward_pass_within_a_recompute_does_not_make_two_of_it() -> None:
+    names = ("backward", "recompute", "backward", "recompute", "backward", "recompute", "backward")
+    starts = (0, 5, 8, 9, 12, 14, 16)
+    stops = (*starts[1:], 20)
+    phases = [Phase(name=name, start=start, stop=stop) for name, start, stop in zip(names, starts, stops, strict=True)]
+    assert recomputes_of(phases) == [(5, 12), (14, 16)]
+    [bands], [positions] = (aligned([(20, phases)])[i] for i in range(2))
+    assert bands.recomputes == 2
+    assert positions.recomputes == ((25.0, 60.0), (70.0, 80.0))

@@ -160,7 +160,7 @@ def test_its_size_does_not_grow_with_the_run(rows: int) -> None:
     noise[rng.random(rows) < 0.1] = inf
     columns = {"step": np.arange(rows), "loss": noise, "scale": 2.0 ** rng.integers(0, 30, rows), "skipped": noise > 0}
     columns |= {name: 1e9 * rng.random(rows) for name in ("allocated_bytes", "peak_bytes", "reserved_bytes", "step_s")}
-    kinds = ("applied", "applied", "rejected", "run", "note", "skipped")
+    kinds = ("applied", "applied", "rejected", "run", "note", "out_of_memory", "skipped")
     changes = ({"autocast": "f&"}, {"checkpointed": ["x"] * 9, "init_scale": 2.0**16}, {"autocast": "ü<" * 40})
     steps = range(0, rows, max(1, rows // 3_000))
     events = [event(step, kinds[i % 6], "&" * 500, **changes[i % 3]) for i, step in enumerate(steps)]

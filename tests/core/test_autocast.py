@@ -18,8 +18,8 @@ class Told:
     def enter_autocast(self):  # type: ignore[no-untyped-def]
         return self.name
 
-    def exit_autocast(self, failed: bool) -> None:
-        self.left.append(failed)
+    def exit_autocast(self, error: BaseException | None) -> None:
+        self.left.append(error is not None)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])

@@ -77,6 +77,11 @@ class FakeSession:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.closed = False
         self.looks = 0
+        self.profiles: tuple[Any, ...] = ()
+        self.profile_pending = False
+        self.why_not_profiled: str | None = None
+        self.out_of_memory: Any = None
+        self.memory_budget: float | None = None
 
     def dashboard_state(self) -> DashboardState:
         self.looks += 1
@@ -94,6 +99,14 @@ class FakeSession:
                 raise SettingsError(f"checkpointed: there is no layer {name!r}")
         self.state.settings.replace(**changes)
         self.put(pending={**(self.state.pending or {}), **changes})
+
+    def profile_next_step(self, label: str = "") -> None:
+        self.asked.append(("profile", {}))
+        self.profile_pending = True
+
+    def clear_out_of_memory(self) -> None:
+        self.asked.append(("clear", {}))
+        self.out_of_memory = None
 
     def boundary(self) -> None:
         """A step ends: what waits is in force."""

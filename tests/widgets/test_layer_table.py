@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from amp_widgets.widgets.layer_table import NOT_KNOWN, LayerTable, cost_s, matches, saved_bytes
+from amp_widgets.widgets.layer_table import NOT_KNOWN, LayerTable, matches
 from amp_widgets.widgets.text import bytes_text, seconds_text
 from tests.charts.gpt_step import LayerProfile
 from tests.widgets.test_page import View, one_page, page  # noqa: F401  # fixtures
@@ -65,10 +65,10 @@ def test_what_cannot_be_checkpointed_has_its_reason_and_no_price(table) -> None:
 
 def test_a_checkpointed_layer_costs_its_recompute() -> None:
     layer = LayerProfile(name="a", activation_bytes=10, output_bytes=4, forward_s=1.0, recompute_s=1.25)
-    assert (saved_bytes(layer), cost_s(layer)) == (6, 1.0)
+    assert (layer.saved_bytes, layer.cost_s) == (6, 1.0)
     layer = dataclasses.replace(layer, checkpointed=True)
-    assert math.isnan(saved_bytes(layer))
-    assert cost_s(layer) == 1.25
+    assert math.isnan(layer.saved_bytes)
+    assert layer.cost_s == 1.25
 
 
 def test_ticks_are_what_is_in_force_and_what_waits(table, state) -> None:
@@ -323,3 +323,18 @@ def test_locked_and_equal_state(show, messages, state) -> None:
     view.to_page()
     assert view.page.evaluate("document.querySelector('tbody tr:not([aria-hidden])').kept") == 1
     assert view.page.locator("tbody input:enabled").count() == 0
+
+
+def test_other_numbers_keep_the_place_and_fill_it(show) -> None:
+    many = tuple(LayerProfile(name=f"layers.{i}") for i in range(59))
+    view = show(many)
+    scroll = view.page.locator(".ampw-scroll")
+    scroll.evaluate("one => { one.scrollTop = 24 * 24; }")
+    view.page.wait_for_timeout(50)
+    view.control.show(tuple(dataclasses.replace(layer, activation_bytes=7) for layer in many))
+    view.to_page()
+    assert scroll.evaluate("one => one.scrollTop") == 24 * 24
+    filled = """one => { const box = one.getBoundingClientRect();
+        const at = y => document.elementFromPoint(box.left + 60, box.top + y)?.closest('tr')?.getAttribute('aria-rowindex');
+        return [40, box.height / 2, box.height - 20].map(at); }"""
+    assert all(scroll.evaluate(filled)), scroll.evaluate(filled)

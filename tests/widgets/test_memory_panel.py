@@ -8,10 +8,11 @@ from typing import Any
 import ipywidgets
 import pytest
 
+from amp_widgets.charts.reserved import EXPLAINED, RETRIES
 from amp_widgets.widgets.memory_control import MOST_REPORT_LINES, MemoryControl
 from amp_widgets.widgets.memory_panel import NOTHING_YET, MemoryPanel
-from amp_widgets.widgets.memory_state import MemoryState
-from tests.charts.gpt_step import StepProfile, gpt_step
+from amp_widgets.widgets.memory_state import MemoryState, rounded_down
+from tests.charts.gpt_step import StepProfile, dead_step, gpt_step, with_allocator
 from tests.widgets.test_page import View, one_page, page  # noqa: F401  # fixtures
 
 FP32 = gpt_step()
@@ -50,18 +51,99 @@ def parts(panel: MemoryPanel) -> set[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("shown", "chosen"),
     [
-        ((), (LEAN,)),
+        ((), (FP32, LEAN)),
         (("fp32",), (FP32,)),
         (("fp32", LEAN.label), (FP32, LEAN)),
         ((LEAN.label, "fp32"), (LEAN, FP32)),
-        (("gone", "fp32"), (FP32,)),
+        (("gone", "fp32"), (FP32, LEAN)),
         (("fp32", "fp32"), (FP32,)),
-        (("gone",), (LEAN,)),
+        (("gone",), (FP32, LEAN)),
     ],
 )
 def test_the_chosen_steps(shown: tuple[str, ...], chosen: tuple[StepProfile, ...]) -> None:
     assert MemoryState(profiles=(FP32, LEAN), shown=shown).chosen == chosen
     assert MemoryState(shown=shown).chosen == ()
+
+
+def again(profile: StepProfile, step: int) -> StepProfile:
+    return dataclasses.replace(profile, label=f"{profile.label} (step {step})", step=step)
+
+
+OTHER = gpt_step("fp16 + 4 layers checkpointed (step 50)", half=True, checkpointed=(2, 3, 4, 5))
+DEAD = dead_step()
+
+
+@pytest.mark.parametrize(
+    ("profiles", "chosen"),
+    [
+        ((FP32,), (FP32,)),
+        ((FP32, again(FP32, 9)), (1,)),  # the same settings: nothing to compare
+        ((FP32, LEAN, again(LEAN, 9)), (0, 2)),
+        ((FP32, LEAN, again(FP32, 9)), (1, 2)),
+        ((LEAN, OTHER), (0, 1)),  # other layers are other settings, though their number is the same
+    ],
+)
+def test_by_itself_the_newest_is_compared_with_the_last_of_other_settings(profiles: Any, chosen: Any) -> None:
+    expected = tuple(profiles[i] if isinstance(i, int) else i for i in chosen)
+    assert MemoryState(profiles=profiles).chosen == expected
+
+
+def test_a_choice_holds_until_there_is_a_newer_step_and_of_two_the_first_stays() -> None:
+    newest = again(FP32, 9)
+    more = MemoryState(profiles=(FP32, LEAN, newest))
+    for shown, after in (
+        (("fp32", LEAN.label), ("fp32", newest.label)),
+        ((LEAN.label, "fp32"), (LEAN.label, newest.label)),
+        (("fp32",), ()),
+        ((), ()),
+    ):
+        state = dataclasses.replace(more, shown=shown)
+        assert state.shown_after((FP32, LEAN)) == after
+        assert state.shown_after((LEAN, newest)) == shown  # only an old one was dropped
+
+
+def test_a_step_that_ran_out_of_memory_is_shown_alone_and_then_as_before() -> None:
+    early, late = dataclasses.replace(FP32, step=3), dataclasses.replace(LEAN, step=12)
+    state = MemoryState(profiles=(early,), death=DEAD)
+    assert state.offered == (early, DEAD.profile)
+    assert state.chosen == (DEAD.profile,)
+    assert list(state.deaths) == [DEAD.profile.label]
+    assert state.deaths[DEAD.profile.label].place == "in forward of layers.3.mlp"
+    state = MemoryState(profiles=(early, late), death=DEAD)  # the step is tried again under its number
+    assert state.offered == (early, DEAD.profile, late)
+    assert state.chosen == (DEAD.profile, late)
+    assert MemoryState(profiles=(early,), death=dataclasses.replace(DEAD, profile=None)).chosen == (early,)
+
+
+@pytest.mark.parametrize(
+    ("budget", "death", "shown", "expected"),
+    [
+        (None, None, (), None),
+        (2e8, None, (), ("budget", 2e8)),
+        (2e8, DEAD, (), ("budget", 2e8)),
+        (None, DEAD, (), ("budget", 150e6)),
+        (None, DEAD, ("fp32",), None),
+        (None, dataclasses.replace(DEAD, cause="allocator", device="cuda:0"), (), ("memory of cuda:0", 150e6)),
+        (None, dataclasses.replace(DEAD, limit_bytes=float("nan")), (), None),
+    ],
+)
+def test_the_ceiling_is_the_budget_or_what_the_shown_step_died_of(budget: Any, death: Any, shown: Any, expected: Any) -> None:
+    ceiling = MemoryState(profiles=(FP32,), budget_bytes=budget, death=death, shown=shown).ceiling
+    assert (None if ceiling is None else (ceiling.name, ceiling.size_bytes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fitted", "text"),
+    [
+        (0, ""),
+        (1, "Step 12 ran out of memory; since then 1 step fitted"),
+        (10, "Step 12 ran out of memory; since then 10 steps fitted"),
+        (11, "Step 12 ran out of memory; since then more than 10 steps fitted"),
+        (5000, "Step 12 ran out of memory; since then more than 1,000 steps fitted"),
+    ],
+)
+def test_steps_that_fitted_since_are_counted_in_ever_larger_numbers(fitted: int, text: str) -> None:
+    assert MemoryState(death=DEAD, fitted=rounded_down(fitted)).fitted_text == text
 
 
 # ---- the panel ----
@@ -118,9 +200,9 @@ def test_the_next_step_is_asked_for_once_and_where_it_can_be(panel, asked) -> No
     say(panel, profile=True)
     panel.show(MemoryState(pending=True))
     say(panel, profile=True)
-    panel.show(MemoryState(why_not="the model is compiled"))
+    panel.show(MemoryState(why_not="the step broke off"))  # the next one may not
     say(panel, profile=True)
-    assert asked == [("profile", {})]
+    assert asked == [("profile", {})] * 2
 
 
 @pytest.mark.parametrize(
@@ -140,11 +222,62 @@ def test_what_is_chosen_is_asked_for_by_label(panel, asked, labels: Any, expecte
     assert asked == expected
 
 
-def test_a_report_is_shown_and_bounded(panel) -> None:
-    panel.show(MemoryState(report=tuple(f"line {i}" for i in range(1000))))
+def test_a_report_is_shown_and_bounded_until_it_is_dismissed(panel, asked) -> None:
+    say(panel, dismiss=True)
+    panel.show(MemoryState(death=dataclasses.replace(DEAD, report=tuple(f"line {i}" for i in range(1000)))))
     assert panel._control.report == [f"line {i}" for i in range(MOST_REPORT_LINES)]
+    say(panel, dismiss=True)
+    assert asked == [("dismiss", {})]
     panel.show(MemoryState())
     assert panel._control.report == []
+
+
+def test_a_death_is_drawn_with_its_ceiling_and_steps_that_fit_draw_nothing_anew(panel, messages, monkeypatch) -> None:
+    panel.show(MemoryState(profiles=(FP32,), death=DEAD))
+    assert panel._control.sentence == (
+        "Out of memory in forward of layers.3.mlp: 143.0 MB in use and 8.0 MB more requested, budget 150.0 MB"
+    )
+    assert panel._control.details[0].startswith("When memory ran out: activations 115.0 MB")
+    assert {shape.get("name") for shape in panel._figure.figure["layout"]["shapes"]} >= {"ceiling", "requested 0"}
+    assert panel._control.options[-1] == [DEAD.profile.label] * 2
+    drawn: list[Any] = []
+    monkeypatch.setattr("amp_widgets.widgets.memory_panel.mountain_figure", lambda *args, **options: drawn.append(args))
+    panel.show(MemoryState(profiles=(FP32,), death=DEAD, fitted=1))
+    assert drawn == []
+    assert panel._control.fitted == "Step 12 ran out of memory; since then 1 step fitted"
+
+
+def test_proposed_layers_are_marked_and_asked_for_with_those_that_are_ticked(asked, state, layer) -> None:
+    dashboard = state(layers=tuple(layer(name=one.name) for one in FP32.layers), checkpointed=("layers.3",))
+    panel = panel_of(asked, MemoryState(death=DEAD), dashboard)
+    assert panel._control.proposed == ["layers.0", "layers.1"]
+    assert [panel._table.rows[i][0] for i in panel._table.proposed] == ["layers.0", "layers.1"]
+    say(panel, checkpoint=True)
+    assert asked == [("settings", {"checkpointed": ("layers.0", "layers.1", "layers.3")})]
+    panel.render(dataclasses.replace(dashboard, pending={"checkpointed": ("layers.0", "layers.1", "layers.3")}))
+    assert panel._control.proposed == []
+    say(panel, checkpoint=True)
+    assert len(asked) == 1
+    panel.show(MemoryState())
+    assert panel._table.proposed == []
+
+
+def test_another_budget_is_drawn(panel) -> None:
+    panel.show(MemoryState(profiles=(FP32,)))
+    assert "ceiling" not in {shape.get("name") for shape in panel._figure.figure["layout"]["shapes"]}
+    panel.show(MemoryState(profiles=(FP32,), budget_bytes=2e8))
+    assert "ceiling" in {shape.get("name") for shape in panel._figure.figure["layout"]["shapes"]}
+
+
+def test_the_allocator_is_explained_where_it_is_seen(panel) -> None:
+    step = with_allocator(FP32, retries=2)
+    panel.show(MemoryState(profiles=(step,)))
+    [readings] = step.allocator
+    assert panel._control.details[1:4] == [readings.text, EXPLAINED, RETRIES]
+    panel.show(MemoryState(profiles=(step, with_allocator(LEAN))))
+    assert [text for text in panel._control.details if readings.text in text] == [
+        f"fp32, {readings.text}", f"{LEAN.label}, {readings.text}",
+    ]  # fmt: skip
 
 
 def test_locked_it_asks_for_nothing(panel, asked) -> None:
@@ -190,10 +323,14 @@ def test_the_button_says_what_will_happen(show, asked) -> None:
     view.control.show(MemoryState(pending=True))
     view.to_page()
     assert view.role("button", "Profiling the next step …").is_disabled()
+    view.control.show(MemoryState(pending=True, trains=False))
+    view.to_page()
+    assert view.role("button", "The next step will be profiled when training goes on").is_disabled()
     view.control.show(MemoryState(why_not="the model is compiled: <b>only</b> boundaries are read"))
     view.to_page()
-    assert view.role("button", "Profile the next step").is_disabled()
-    assert view.page.get_by_text("<b>only</b>").is_visible()
+    assert view.role("button", "Profile the next step").is_enabled()
+    text = "The last one was not profiled: the model is compiled: <b>only</b> boundaries are read"
+    assert view.page.get_by_text(text).is_visible()
 
 
 def test_before_and_after_are_chosen_and_exchanged(show, asked) -> None:
@@ -219,17 +356,57 @@ def test_a_label_may_be_called_none(show, asked) -> None:
 def test_one_step_needs_no_choice(show) -> None:
     view = show(MemoryState(profiles=(FP32,)))
     assert not view.page.get_by_role("combobox", name="Before").is_visible()
+    assert view.page.get_by_role("combobox", name="Step").is_visible()
     view.control.show(MemoryState())
     view.to_page()
-    assert not view.page.get_by_role("combobox", name="After").is_visible()
+    assert view.page.get_by_role("combobox").count() == 0
 
 
 def test_the_report_is_an_alert_and_text(show) -> None:
     evil = "<img src=x onerror='window.harmed = 1'>"
-    view = show(MemoryState(profiles=(dataclasses.replace(FP32, label=evil, notes=(evil,)),), report=("Out of memory", evil)))
-    assert view.page.get_by_role("alert").locator("p").all_inner_texts() == ["Out of memory", evil]
+    death = dataclasses.replace(DEAD, profile=None, report=("Out of memory", evil))
+    view = show(MemoryState(profiles=(dataclasses.replace(FP32, label=evil, notes=(evil,)),), death=death))
+    alert = view.page.get_by_role("alert")
+    assert alert.locator("summary").inner_text() == "Out of memory"
+    assert alert.locator("p").all_inner_texts() == [evil]
+    assert alert.locator("p").is_visible()
     assert view.page.locator("body img").count() == 0
     assert view.page.evaluate("window.harmed") is None
     view.control.show(MemoryState())
     view.to_page()
     assert view.page.get_by_role("alert").count() == 0
+    assert not view.page.locator(".ampw-report").is_visible()
+
+
+def test_when_steps_fit_again_the_report_is_folded_away_and_can_be_read(show, asked) -> None:
+    view = show(MemoryState(death=DEAD))
+    view.control.show(MemoryState(death=DEAD, fitted=2))
+    view.to_page()
+    summary, lines = view.page.locator(".ampw-report summary"), view.page.locator(".ampw-report p")
+    assert view.page.get_by_role("alert").count() == 0
+    assert summary.inner_text() == "Step 12 ran out of memory; since then 2 steps fitted"
+    assert not lines.first.is_visible()
+    summary.click()
+    assert lines.all_inner_texts() == list(DEAD.report)
+    view.control.show(MemoryState(death=DEAD, fitted=3))
+    view.to_page()
+    assert lines.first.is_visible()  # who opened it wants to read it
+    another = dataclasses.replace(DEAD, report=("Step 15 ran out of memory", "Again"))
+    view.control.show(MemoryState(death=another))
+    view.to_page()
+    assert view.page.get_by_role("alert").locator("p").all_inner_texts() == ["Again"]
+    assert not view.page.get_by_role("button", name="Checkpoint", exact=False).is_visible()
+    view.control.propose(["layers.1", "layers.2"])
+    view.to_page()
+    view.role("button", "Checkpoint the 2 proposed layers").click()
+    view.role("button", "Dismiss").click()
+    view.sync()
+    assert asked == [("checkpoint", {}), ("dismiss", {})]
+
+
+def test_why_a_step_was_not_profiled_is_not_said_beside_its_death(panel) -> None:
+    panel.show(MemoryState(death=DEAD, why_not="the step did not end"))
+    assert panel._control.why_not == ""
+    panel.show(MemoryState(death=DEAD, fitted=1, why_not="the step did not end"))
+    assert panel._control.why_not == "the step did not end"
+    assert panel._control.proposed == []  # what is proposed is over when steps fit

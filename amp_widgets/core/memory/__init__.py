@@ -24,7 +24,7 @@ def meter_for(model: nn.Module, optimizers: Iterable[Optimizer], *, reset_peak: 
     model
         Is not kept alive by the meter.
     optimizers
-        Their state counts on a CPU; not kept alive either.
+        Their state counts on a CPU, and in profiles; not kept alive either.
     reset_peak
         Whether torch's own peak counters (CUDA) may be reset at each step, which a peak *within* the step needs.
 
@@ -42,6 +42,6 @@ def meter_for(model: nn.Module, optimizers: Iterable[Optimizer], *, reset_peak: 
         if not torch.cuda.is_available():
             return NoMeter("the model is on a cuda device, but torch finds no CUDA driver or GPU")
         cuda_devices = sorted((device for device in devices if device.type == "cuda"), key=str)
-        return CudaMeter(cuda_devices, reset_peak=reset_peak, also_on_cpu="cpu" in kinds)
+        return CudaMeter(cuda_devices, model, optimizers, reset_peak=reset_peak, also_on_cpu="cpu" in kinds)
     reason = why_compiled(model) or why_no_dispatch_modes()
     return NoMeter(reason) if reason else CpuMeter(model, optimizers)

@@ -6,7 +6,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +13,13 @@ from torch._C._dynamo import eval_frame
 from torch.optim import Optimizer
 
 from amp_widgets.core.memory.compiled import REASON, is_compiled, why_compiled
+from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.lives import RecordedStorages
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.memory.reading import NOT_MEASURED, MemoryReading
 from amp_widgets.core.memory.step_mode import StepMode, keep_dynamo_out, remove_from_stack
 from amp_widgets.core.memory.step_record import StepRecord
-from amp_widgets.core.memory.storages import LiveStorages
+from amp_widgets.core.memory.storages import LiveStorages, state_of
 from amp_widgets.core.memory.tracker import StepTracker
 
 
@@ -50,7 +50,7 @@ class CpuMeter:
         self._clock = clock
         self._storages = LiveStorages()
         self._profile_wanted: tuple[str, int] | None = None  # label and number of the step that begins next
-        self._profiled_as = ("", -1)  # of the step in progress, if it is profiled
+        self._profiled_as: tuple[str, int] | None = None  # of the step in progress, if it is profiled
         self._profile: tuple[StepRecord, str, int] | None = None
         self._ran_compiled = False  # in the last step that ended
         self._why_not: str | None = None
@@ -60,6 +60,13 @@ class CpuMeter:
         """Why the last step that was not measured was not."""
         self.unprofiled_because: str | None = None
         """Why the last step that was to be profiled was not; None when it was."""
+        self.budget_bytes: float | None = None
+        """What a step may hold at a time; an op that goes above it raises `MemoryBudgetError`. In force from the next step on."""
+        self.unlimited_because: str | None = None
+        """Why the budget was not watched in the last step; None when it was, or there is none."""
+        self.on_death: Callable[[], None] | None = None
+        """Called when memory has run out in an op, within that op."""
+        self._death: Death | None = None  # of a step that is over
         keep_dynamo_out(StepMode)
         keep_dynamo_out(StepTracker)
 
@@ -99,9 +106,24 @@ class CpuMeter:
         record, label, step = taken
         return record.profile(label=label, step=step, device="cpu", source=_PROFILE_SOURCE)
 
+    def take_death(self) -> Death | None:
+        """What is known of how memory ran out in the step in progress, or in the one before, once."""
+        step = self._step
+        if step is not None and step.death is not None:
+            self._death, step.death = step.death, None
+        death, self._death = self._death, None
+        return death
+
+    def picture(self, death: Death, *, label: str, step: int) -> StepProfile | None:
+        """The step until memory ran out, if it was followed."""
+        if death.record is None:
+            return None
+        return death.record.profile(label=label, step=step, device=death.device, source=_PROFILE_SOURCE)
+
     def begin(self) -> None:
         """Count what is there, and watch each op from now on."""
         self.abandon()
+        self.unlimited_because = None
         model = self._model() if self._model is not None else None
         if model is None:
             return
@@ -115,8 +137,9 @@ class CpuMeter:
             self._skip("another dispatch mode was active when the step began")
             return
         self._count_state(model)
-        tracker = None if self._profile_wanted is None else self._tracker(model)
+        tracker = self._tracker(model) if self._profile_wanted is not None or self.budget_bytes is not None else None
         self._step = step = StepMode(self._storages, self._clock) if tracker is None else tracker
+        step.on_death, step.model = self.on_death, self._model
         torch._C._push_on_torch_dispatch_stack(step)
 
     def end(self) -> MemoryReading:
@@ -124,6 +147,7 @@ class CpuMeter:
         step, self._step = self._step, None
         if step is None:
             return NOT_MEASURED
+        self._death = step.death
         tracker = step if isinstance(step, StepTracker) else None
         if not step.leave():
             self._skip("the step was interrupted, or did not end on the thread where it began", tracker)
@@ -133,7 +157,8 @@ class CpuMeter:
             self._skip(f"compiled code ran in the step, and {REASON}", tracker)
             return NOT_MEASURED
         if tracker is not None:
-            self._profile = (tracker.finish(), *self._profiled_as)
+            if self._profiled_as is not None:
+                self._profile = (tracker.finish(), *self._profiled_as)
             self._storages.recount()  # the tracker has kept its own sum
         self._storages.settle()
         peak = float(step.peak_bytes)
@@ -145,6 +170,7 @@ class CpuMeter:
         """Leave the step in progress unmeasured. Called from another thread, the mode is taken off by the next op."""
         step, self._step = self._step, None
         if step is not None:
+            self._death = step.death or self._death
             step.leave()
             self._skip("the step did not end", step)
 
@@ -154,7 +180,8 @@ class CpuMeter:
         self._model = None
         self._optimizers = []
         self._storages.clear()
-        self._profile_wanted = self._profile = None
+        self._profile_wanted = self._profile = self._death = None
+        self.on_death = None
 
     def __del__(self) -> None:
         step: StepMode | None = getattr(self, "_step", None)
@@ -162,49 +189,47 @@ class CpuMeter:
             step.stop()
 
     def _tracker(self, model: nn.Module) -> StepTracker | None:
-        """What profiles the step that begins, if that can be done."""
-        assert self._profile_wanted is not None
-        self._profiled_as, self._profile_wanted, self._profile = self._profile_wanted, None, None
-        self.unprofiled_because = why_compiled(model)
-        if self.unprofiled_because is None and self._ran_compiled:
-            self.unprofiled_because = f"compiled code ran in the step before, and {REASON}"
-        if self.unprofiled_because is not None:
+        """What profiles the step that begins, or watches its budget, if that can be done."""
+        because = why_compiled(model)
+        if because is None and self._ran_compiled:
+            because = f"compiled code ran in the step before, and {REASON}"
+        self._profiled_as, self._profile_wanted = self._profile_wanted, None
+        if because is not None:
+            self._note_unfollowed(because)
             return None
         optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
         tracker = StepTracker(model, optimizers, RecordedStorages(self._storages), self._clock)
-        self.unprofiled_because = tracker.start()
-        if self.unprofiled_because is not None:
+        because = tracker.start()
+        self._note_unfollowed(because)
+        if because is not None:
             tracker.stop()
             return None
+        if self.budget_bytes is not None:
+            tracker.limit_bytes = self.budget_bytes
         return tracker
 
+    def _note_unfollowed(self, because: str | None) -> None:
+        """Why the step that begins is not followed op by op; None when it is."""
+        if self._profiled_as is not None:
+            self._profile = None
+            self.unprofiled_because = because
+        if self.budget_bytes is not None:
+            self.unlimited_because = because
+
     def _count_state(self, model: nn.Module) -> None:
-        tensors: list[Any] = []
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        tensors = state_of(model, optimizers)
         with torch._C.DisableTorchFunction():  # a function mode of the user's is not to hear of this
-            for module in model.modules():
-                if module._parameters:
-                    tensors += module._parameters.values()
-                if module._buffers:
-                    tensors += module._buffers.values()
-            tensors += [tensor.grad for tensor in tensors if tensor is not None and tensor.is_leaf]
-            for reference in self._optimizers:
-                optimizer = reference()
-                if optimizer is not None:
-                    for state in optimizer.state.values():
-                        if type(state) is dict:
-                            tensors += state.values()
-                        else:
-                            tensors.append(state)
             self._storages.recount()
             self._storages.see(*tensors)
 
     def _skip(self, reason: str, step: StepMode | None = None) -> None:
         self.unmeasured_steps += 1
         self.unmeasured_because = reason
-        if step is None and self._profile_wanted is not None:  # it has not even begun
-            self._profile_wanted = self._profile = None
-            self.unprofiled_because = reason
-        elif isinstance(step, StepTracker):
+        if step is None:  # it has not even begun
+            self._profiled_as, self._profile_wanted = self._profile_wanted, None
+            self._note_unfollowed(reason)
+        elif isinstance(step, StepTracker) and self._profiled_as is not None:
             self.unprofiled_because = reason
 
 

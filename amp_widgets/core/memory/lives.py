@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,7 +69,7 @@ class RecordedStorages(LiveStorages):
     __slots__ = ("_now", "changed", "dead_gradients", "fresh", "lives", "others_died", "points")
 
     def __init__(self, other: LiveStorages) -> None:
-        super().__init__()
+        super().__init__(other._devices)
         other.settle()
         self._known = other._known
         self._freed = other._freed
@@ -157,7 +158,7 @@ class RecordedStorages(LiveStorages):
                 life.identify(kind, layer)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "cpu":
+        if storage.device not in self._devices:
             return
         key = id(storage)
         reference = Reference(storage, self._freed.append)
@@ -179,3 +180,46 @@ class RecordedStorages(LiveStorages):
         self._now[reference.key] = life
         self.lives.append(life)
         self.changed = True
+
+
+class SharedStorages(RecordedStorages):
+    """Recorded storages that several threads may use at the same time: the backward pass of each device has one of its own.
+
+    What is `fresh` is so for the thread that made it.
+    """
+
+    __slots__ = ("_own", "lock")
+
+    def __init__(self, other: LiveStorages) -> None:
+        self.lock = threading.RLock()  # reentrant, as the methods call each other, and the garbage collector may come between
+        self._own = threading.local()
+        super().__init__(other)
+
+    @property
+    def fresh(self) -> list[Life]:
+        """Born in this thread since this was cleared."""
+        own = self._own.__dict__
+        fresh: list[Life] | None = own.get("fresh")
+        if fresh is None:
+            own["fresh"] = fresh = []
+        return fresh
+
+    @fresh.setter
+    def fresh(self, fresh: list[Life]) -> None:
+        self._own.fresh = fresh
+
+    def settle(self) -> None:
+        """Take off what was freed."""
+        with self.lock:
+            super().settle()
+
+    def see(self, *values: Any) -> None:
+        """As in `LiveStorages`."""
+        with self.lock:
+            super().see(*values)
+
+    def see_op(self, args: Iterable[Any], out: Any) -> None:
+        """As in `RecordedStorages`."""
+        with self.lock:
+            self.settle()  # another thread may have freed what had the identity of something that is new now
+            super().see_op(args, out)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
+
+from amp_widgets.errors import AmpWidgetsError
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 """What memory is for, in the order of the columns of `StepProfile.bytes_by_kind`; in a stacked picture the first is lowest."""
@@ -65,6 +68,104 @@ class LayerProfile:
     dtype: str
     checkpointed: bool
 
+    @property
+    def saved_bytes(self) -> float:
+        """About what checkpointing it would free from forward to backward: what it holds without its output, which the next
+        layer needs in any case. NaN where it is checkpointed already."""
+        return math.nan if self.checkpointed else max(0, self.activation_bytes - self.output_bytes)
+
+    @property
+    def cost_s(self) -> float:
+        """What checkpointing it costs in a step: its recompute where it is checkpointed, else its forward pass once more."""
+        return self.recompute_s if self.checkpointed else self.forward_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllocatorReadings:
+    """``torch.cuda.memory_stats`` of one device, read at the boundaries of layers within a step.
+
+    Attributes
+    ----------
+    device
+        Such as ``"cuda:0"``.
+    point
+        Of each reading, its position among the profile's points, ascending; int32, shape (readings,).
+    allocated_bytes
+        In use: ``allocated_bytes.all.current``; int64, like the next two.
+    inactive_bytes
+        Free, but in blocks that are split, which only what is small enough can use: ``inactive_split_bytes.all.current``.
+        Always 0 with expandable segments and with ``cudaMallocAsync``, which do not count it.
+    reserved_bytes
+        Held by the allocator, in use or not: ``reserved_bytes.all.current``.
+    peak_allocated_bytes
+        The most that were in use within the step, by torch's own counter. Where that counter may not be reset and did not
+        rise, the highest of the readings, and a note of the profile says so.
+    retries, ooms
+        How often within the step the allocator freed its cache to try again, and how often that did not help.
+
+    Raises
+    ------
+    AmpWidgetsError
+        When the arrays are not of one length, or the points not ascending.
+    """
+
+    device: str
+    point: npt.NDArray[np.int32]
+    allocated_bytes: npt.NDArray[np.int64]
+    inactive_bytes: npt.NDArray[np.int64]
+    reserved_bytes: npt.NDArray[np.int64]
+    peak_allocated_bytes: int
+    retries: int
+    ooms: int
+
+    def __post_init__(self) -> None:
+        names = ("point", "allocated_bytes", "inactive_bytes", "reserved_bytes")
+        arrays = {name: getattr(self, name) for name in names}
+        lengths = {name: array.shape for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1 or self.point.ndim != 1 or not self.point.size:
+            raise AmpWidgetsError(f"readings of the allocator: got arrays of shape {lengths}, expected one length, at least 1")
+        expected = {name: np.int32 if name == "point" else np.int64 for name in names}
+        wrong = {name: array.dtype for name, array in arrays.items() if array.dtype != expected[name]}
+        if wrong:
+            raise AmpWidgetsError(f"readings of the allocator: got {wrong}, expected int32 points and int64 bytes")
+        if self.point[0] < 0 or (np.diff(self.point) <= 0).any():
+            raise AmpWidgetsError(f"readings of the allocator: got points {self.point}, expected them ascending from 0 on")
+        if min(array.min() for array in arrays.values()) < 0 or min(self.peak_allocated_bytes, self.retries, self.ooms) < 0:
+            raise AmpWidgetsError("readings of the allocator: got a number below 0, expected bytes and counts")
+
+    @property
+    def text(self) -> str:
+        """What reserved memory was used for when most was in use; not escaped.
+
+        Returns
+        -------
+        str
+            Such as ``cuda:0: reserved 4.1 GB, of which 3.2 GB were allocated, 0.6 GB free but split (fragmentation) and
+            0.3 GB cached; 2 retries``.
+        """
+        at = int(self.allocated_bytes.argmax())
+        allocated, inactive, reserved = (
+            int(each[at]) for each in (self.allocated_bytes, self.inactive_bytes, self.reserved_bytes)
+        )
+        parts = [f"{memory_text(allocated)} were allocated"]
+        if inactive:
+            parts.append(f"{memory_text(inactive)} free but split (fragmentation)")
+        if reserved - allocated - inactive > 0:
+            parts.append(f"{memory_text(reserved - allocated - inactive)} cached")
+        *first, last = parts
+        before_last = f"{', '.join(first)} and " if first else ""
+        counts = [f"{count} {word if count == 1 else words}" for count, word, words in self._counts() if count]
+        return (
+            f"{self.device}: reserved {memory_text(reserved)}, of which {before_last}{last}"
+            f"{'; ' if counts else ''}{', '.join(counts)}"
+        )
+
+    def _counts(self) -> tuple[tuple[int, str, str], ...]:
+        return (
+            (self.retries, "retry after freeing the cache", "retries after freeing the cache"),
+            (self.ooms, "allocation that did not fit", "allocations that did not fit"),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepProfile:
@@ -95,6 +196,13 @@ class StepProfile:
         here: the bytes add up to the peak.
     notes
         What should be known of these numbers: sentences.
+    allocator
+        What torch's allocator counted meanwhile, one a CUDA device; nothing on a CPU.
+
+    Raises
+    ------
+    AmpWidgetsError
+        When the allocator was read at points that there are not.
     """
 
     label: str
@@ -111,6 +219,16 @@ class StepProfile:
     layers: tuple[LayerProfile, ...]
     peak_by_layer: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
+    allocator: tuple[AllocatorReadings, ...] = ()
+
+    def __post_init__(self) -> None:
+        points = len(self.bytes_by_kind)
+        for readings in self.allocator:
+            if readings.point[-1] >= points:
+                raise AmpWidgetsError(
+                    f"readings of the allocator of {readings.device}: got point {readings.point[-1]}, expected one of the "
+                    f"profile's {points}"
+                )
 
     @property
     def total_bytes(self) -> npt.NDArray[np.int64]:
@@ -183,7 +301,8 @@ class StepProfile:
     def __repr__(self) -> str:
         return (
             f"<StepProfile {self.label!r}: peak {memory_text(self.peak_bytes)} {self.peak_where}; "
-            f"{', '.join(f'{kind} {memory_text(size)}' for kind, size in self.peak_bytes_by_kind.items() if size)}>"
+            f"{', '.join(f'{kind} {memory_text(size)}' for kind, size in self.peak_bytes_by_kind.items() if size)}"
+            f"{''.join(f'; {readings.text}' for readings in self.allocator)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -193,11 +312,12 @@ class StepProfile:
         shown = [(name or "outside of any layer", size) for name, size in layers[:_LAYERS_SHOWN]]
         if more > 0:
             shown.append((f"{more} more", sum(size for _, size in layers[_LAYERS_SHOWN:])))
+        allocator = "".join(f"<div>{html.escape(readings.text)}</div>" for readings in self.allocator)
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return (
             f"<div><b>{html.escape(self.label)}</b>: peak <b>{memory_text(self.peak_bytes)}</b> {html.escape(self.peak_where)}"
             f'<div style="display:flex;gap:2em;align-items:flex-start">'
-            f"{_table('at the peak', kinds, self.peak_bytes)}{_table('layer', shown, self.peak_bytes)}</div>"
+            f"{_table('at the peak', kinds, self.peak_bytes)}{_table('layer', shown, self.peak_bytes)}</div>{allocator}"
             f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
         )
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import nn
 
+from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.profile import StepProfile
 
 DeviceBytes = tuple[float, float, float]
@@ -89,6 +90,9 @@ class MemoryMeter(Protocol):
     def take_profile(self) -> StepProfile | None:
         """The profile of the last step that was profiled, once."""
 
+    def take_death(self) -> Death | None:
+        """What is known of how memory ran out in the step in progress, or in the one before, once."""
+
     def begin(self) -> None:
         """Start of a step, on the training thread. A step that was not ended is abandoned."""
 
@@ -123,6 +127,10 @@ class NoMeter:
         self.unprofiled_because = self.source
 
     def take_profile(self) -> StepProfile | None:
+        """There is none."""
+        return None
+
+    def take_death(self) -> Death | None:
         """There is none."""
         return None
 

@@ -10,11 +10,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_widgets.core.layers import named_layers
 from amp_widgets.core.memory.compiled import CompiledCode
+from amp_widgets.core.memory.death import Death, ErrorReference, is_out_of_memory, requested_bytes_of
 from amp_widgets.core.memory.storages import LiveStorages
 
 PAUSE_S = 0.005
@@ -41,6 +44,11 @@ class StepMode(TorchDispatchMode):
         self._clock = clock
         self._last_op_s = clock()
         self._file = next(iter(files_running()), None)
+        self.death: Death | None = None
+        """What is known, if memory ran out in an op."""
+        self.on_death: Callable[[], None] | None = None
+        self.model: Callable[[], nn.Module | None] | None = None
+        """Whose layers are named then."""
 
     def stop(self) -> None:
         """Count no more; the next op takes the mode off. From any thread."""
@@ -77,15 +85,46 @@ class StepMode(TorchDispatchMode):
             return item(args[0])  # makes no tensor, and run from here a profiler would count it twice: once more than the user's
         op = func._op if type(func) is OpOverload else func  # what its __call__ calls
         storages = self._storages
-        if kwargs:
-            out = op(*args, **kwargs)
-            storages.see(out, *args, *kwargs.values())
-        else:
-            out = op(*args)
-            storages.see(out, *args)
+        try:  # costs nothing while nothing is raised
+            if kwargs:
+                out = op(*args, **kwargs)
+                storages.see(out, *args, *kwargs.values())
+            else:
+                out = op(*args)
+                storages.see(out, *args)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._die(self._death(func, error))
+            raise
         if storages.bytes > self.peak_bytes:
             self.peak_bytes = storages.bytes
         return out
+
+    def _die(self, death: Death) -> None:
+        """Memory ran out; the step may go on, if the user catches the error."""
+        self.death = death
+        if self.on_death is not None:
+            self.on_death()
+
+    def _death(self, op: Any, error: BaseException) -> Death:
+        """What can be told of an allocator's error in an op by looking at the call stack."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        modules = modules_being_called()
+        return Death(
+            cause="allocator",
+            device="cpu",
+            requested_bytes=requested_bytes_of(error),
+            allocated_bytes=float(self._storages.bytes),
+            phase="recompute" if in_backward and modules else "backward" if in_backward else "forward" if modules else "",
+            layer=self._name_of(modules[-1]) if modules else "",
+            operator=operator_name(op),
+            error=ErrorReference(error),
+        )
+
+    def _name_of(self, module: nn.Module) -> str:
+        model = None if self.model is None else self.model()
+        layers = {} if model is None else named_layers(model)
+        return next((name for name, layer in layers.items() if layer is module), "")
 
     def _goes_on(self) -> bool:
         """Whether the cell or script in which the step began is still on the call stack."""
@@ -150,13 +189,13 @@ def _stack() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
 
 
-def files_running() -> list[str]:
-    """File names of the module-level code on this thread's call stack, innermost first.
+def files_running(frame: FrameType | None = None) -> list[str]:
+    """File names of the module-level code on this thread's call stack, or from a frame on, innermost first.
 
     Each statement of a notebook cell is run for itself; what they have in common, and no two cells have, is the file name.
     """
     files = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_flags & _FUNCTION:
@@ -165,6 +204,26 @@ def files_running() -> list[str]:
     return files
 
 
+def modules_being_called() -> list[nn.Module]:
+    """Modules on this thread's call stack, the outermost first."""
+    modules = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                modules.append(module)
+        frame = frame.f_back
+    return modules[::-1]
+
+
+def operator_name(op: Any) -> str:
+    """Such as ``aten::mm``."""
+    schema = getattr(op, "_schema", None)
+    return str(schema.name) if schema is not None else str(op)
+
+
+_CALL = nn.Module._call_impl.__code__
 _FUNCTION = inspect.CO_NEWLOCALS | inspect.CO_OPTIMIZED
 
 

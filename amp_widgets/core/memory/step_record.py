@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from amp_widgets.core.memory.lives import ACTIVATION, NO_GRAD_FORWARD, NO_GRAD_LOSS, OTHER, TEMPORARY, Life
-from amp_widgets.core.memory.profile import KINDS, PHASES, LayerProfile, StepProfile, frozen_sums, phases_of, points_kept
+from amp_widgets.core.memory.profile import (
+    KINDS,
+    PHASES,
+    AllocatorReadings,
+    LayerProfile,
+    StepProfile,
+    frozen_sums,
+    phases_of,
+    points_kept,
+)
 
 NO_LAYER = -1
 """The position of what is outside of any layer with a name."""
@@ -101,6 +110,8 @@ class StepRecord:
         One item a layer.
     recomputed
         Layers that were the outermost to be called in a backward pass.
+    allocator
+        What torch's allocator counted at some of the points, on CUDA.
     """
 
     facts: LayerFacts
@@ -112,6 +123,7 @@ class StepRecord:
     forward_s: list[float]
     output_bytes: list[int]
     recomputed: set[int]
+    allocator: tuple[AllocatorReadings, ...] = ()
 
     def profile(self, *, label: str, step: int, device: str, source: str, notes: Sequence[str] = ()) -> StepProfile:
         """What it comes to."""
@@ -131,9 +143,11 @@ class StepRecord:
         bytes_by_kind = changes[:points].cumsum(axis=0)
         peak = int(bytes_by_kind.sum(axis=1).argmax())
         phases = phases_of([PHASES[index] for index in phase])
+        allocator = self.allocator
         kept = points_kept(bytes_by_kind, phases)
         position = {int(point): place for place, point in enumerate(kept)}
         if len(kept) < points:
+            allocator = tuple(_thinned(readings, kept) for readings in allocator)
             phases = phases_of([PHASES[index] for index in phase[kept]])
             notes = (*notes, f"{points} points were thinned to {len(position)}, with the peak and the ends of phases among them")
         return StepProfile(
@@ -151,7 +165,12 @@ class StepRecord:
             layers=self._layers(born, died, size, kind, owner, phase, layer_index, time_s),
             peak_by_layer=self._by_layer((born <= peak) & (died > peak), size, kind, owner),
             notes=tuple(notes),
+            allocator=allocator,
         )
+
+    def lives_at_end(self) -> tuple[_Integers, _Integers, _Integers, _Integers, _Integers]:
+        """Of each storage its birth and death, as points, its size in bytes, its kind and layer, as positions."""
+        return self._lives(np.array([point[1] for point in self.points]))
 
     def _lives(self, phase: _Integers) -> tuple[_Integers, _Integers, _Integers, _Integers, _Integers]:
         """Birth, death, size, kind and layer of each storage, the preliminary kinds decided."""
@@ -264,6 +283,19 @@ class _Names:
             self._positions[name] = len(self.names)
             self.names.append(name)
         return self._positions[name]
+
+
+def _thinned(readings: AllocatorReadings, kept: npt.NDArray[np.intp]) -> AllocatorReadings:
+    """The readings at the points that are kept: the last of those that come to lie on one."""
+    places = np.searchsorted(kept, readings.point, side="right") - 1
+    last = np.append(np.diff(places) > 0, True)
+    return dataclasses.replace(
+        readings,
+        point=_read_only(places[last].astype(np.int32)),
+        allocated_bytes=_read_only(readings.allocated_bytes[last]),
+        inactive_bytes=_read_only(readings.inactive_bytes[last]),
+        reserved_bytes=_read_only(readings.reserved_bytes[last]),
+    )
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

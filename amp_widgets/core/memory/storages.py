@@ -1,24 +1,30 @@
-"""The tensor storages on the CPU that are alive, and their bytes."""
+"""The tensor storages on the CPU, or on other devices, that are alive, and their bytes."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class LiveStorages:
-    """Counts the bytes of every CPU storage it was shown, from then on until the storage is freed.
+    """Counts the bytes of every storage on some devices that it was shown, from then on until the storage is freed.
 
     A storage counts once, however many tensors view it. Only weak references are kept. A storage may be freed at any time
     and in any thread, also by the garbage collector in the middle of a method here; the news of it are therefore only
     queued, by the weak reference's callback. All methods belong to one thread at a time.
+
+    Parameters
+    ----------
+    devices
+        Whose storages count.
 
     Notes
     -----
@@ -28,10 +34,11 @@ class LiveStorages:
     storage back this way.
     """
 
-    __slots__ = ("_freed", "_known", "bytes")
+    __slots__ = ("_devices", "_freed", "_known", "bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device] = (torch.device("cpu"),)) -> None:
         self.bytes = 0
+        self._devices = frozenset(devices)
         self._known: dict[int, Reference] = {}
         self._freed: deque[Reference] = deque()
 
@@ -89,7 +96,7 @@ class LiveStorages:
         return len(self._known)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "cpu":  # other devices; also fake tensors, whose storage is on "meta"
+        if storage.device not in self._devices:  # also fake tensors, whose storage is on "meta"
             return
         reference = Reference(storage, self._freed.append)
         reference.key = key = id(storage)
@@ -120,6 +127,25 @@ class Reference(weakref.ref[torch.UntypedStorage]):
 
 
 NO_TENSORS = frozenset((type(None), int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def state_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Any]:
+    """Parameters, buffers, gradients and optimizer state that are there now, for `LiveStorages.see`."""
+    tensors: list[Any] = []
+    with torch._C.DisableTorchFunction():  # a function mode of the user's is not to hear of this
+        for module in model.modules():
+            if module._parameters:
+                tensors += module._parameters.values()
+            if module._buffers:
+                tensors += module._buffers.values()
+        tensors += [tensor.grad for tensor in tensors if tensor is not None and tensor.is_leaf]
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                if type(state) is dict:
+                    tensors += state.values()
+                else:
+                    tensors.append(state)
+    return tensors
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

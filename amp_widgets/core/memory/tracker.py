@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import math
 import sys
 import threading
 import weakref
@@ -22,7 +24,9 @@ from torch.optim import Optimizer
 
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import inner_model, named_layers
+from amp_widgets.core.memory.budget import MemoryBudgetError, above_budget_text
 from amp_widgets.core.memory.compiled import is_compiled
+from amp_widgets.core.memory.death import Death, ErrorReference, is_out_of_memory, requested_bytes_of
 from amp_widgets.core.memory.lives import (
     ACTIVATION,
     BUFFER,
@@ -34,10 +38,11 @@ from amp_widgets.core.memory.lives import (
     PARAMETER,
     RECOMPUTE,
     TEMPORARY,
+    Life,
     RecordedStorages,
 )
-from amp_widgets.core.memory.profile import PHASES
-from amp_widgets.core.memory.step_mode import ITEM, PAUSE_S, StepMode, item
+from amp_widgets.core.memory.profile import KINDS, PHASES
+from amp_widgets.core.memory.step_mode import ITEM, PAUSE_S, StepMode, item, modules_being_called, operator_name
 from amp_widgets.core.memory.step_record import NO_LAYER, LayerFacts, StepRecord
 from amp_widgets.core.memory.storages import storages_of
 
@@ -70,6 +75,8 @@ class StepTracker(StepMode):
     ) -> None:
         super().__init__(storages, clock)
         self._recorded = storages
+        self.limit_bytes = math.inf
+        """An op that goes above it raises `MemoryBudgetError`."""
         self._begun_s = self._last_op_s
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._learns_optimizers = not self._optimizers
@@ -104,13 +111,15 @@ class StepTracker(StepMode):
         self._forward_s = [0.0] * len(layers)
         self._output_bytes = [0] * len(layers)
         self._recomputed: set[int] = set()
+        self._inputs: dict[int, list[Life]] = {}  # of each layer, if there is a limit
+        self._outputs: dict[int, list[Life]] = {}
 
         self._mark_all()
         self._add_point(_OTHER, NO_LAYER, None, self._begun_s)
 
     def start(self) -> str | None:
         """Watch the modules from now on, if no compiled one is being called; why not, else."""
-        called = _modules_being_called()
+        called = modules_being_called()
         if any(is_compiled(module) for module in called):
             return "a module that was compiled is being called"
         for module in called:
@@ -137,6 +146,10 @@ class StepTracker(StepMode):
         self._tell_of_dead_gradients(now_s)
         self._add_point(self._phase, NO_LAYER, None, now_s)
         self._modules = []
+        return self._written()
+
+    def _written(self) -> StepRecord:
+        storages = self._recorded
         return StepRecord(
             facts=self._facts,
             lives=storages.lives,
@@ -161,7 +174,12 @@ class StepTracker(StepMode):
             return item(args[0])
         op = func._op if type(func) is OpOverload else func
         storages = self._recorded
-        out = op(*args, **kwargs) if kwargs else op(*args)
+        try:  # costs nothing while nothing is raised
+            out = op(*args, **kwargs) if kwargs else op(*args)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._die(self._death(func, error))
+            raise
 
         task = _graph_task()
         if task != self._task:
@@ -171,6 +189,8 @@ class StepTracker(StepMode):
         if task != -1:
             if _grad_enabled() or len(self._calls_open) > self._depth:
                 phase = self._phase_in_backward()
+            elif self._phase == _RECOMPUTE and func is _DETACH:
+                phase = _RECOMPUTE  # checkpointing takes a tensor that is to be saved, and gradients are off while it does
             else:
                 phase = _BACKWARD
         else:
@@ -180,7 +200,11 @@ class StepTracker(StepMode):
             if phase != _FORWARD or func is _ONES_LIKE:
                 phase = self._phase_by_frame(func)
 
+        before = storages.bytes
         storages.see_op((*args, *kwargs.values()) if kwargs else args, out)
+        if before < storages.bytes > self.limit_bytes:
+            out = None  # it is to be free again when the error is caught
+            raise self._above_limit(func, phase, before)
         if func is _DETACH and phase == _BACKWARD:
             self._note_taken_over(args[0])
         if storages.changed or phase != self._phase:
@@ -203,26 +227,29 @@ class StepTracker(StepMode):
     def _note(self, op: Any, phase: int, out: Any) -> None:
         """Something has changed with an op."""
         storages = self._recorded
-        layer, kind = NO_LAYER, OTHER
-        if phase == _BACKWARD:
-            layer, kind = self._layer_of_node(), TEMPORARY
-        elif phase == _FORWARD:
-            layer = self._calls_open[-1][1]
-            kind = ACTIVATION if _grad_enabled() else NO_GRAD_FORWARD
-            if storages.fresh and op is not _TO_COPY:
-                self._note_dtype(layer, out)
-        elif phase == _RECOMPUTE:
-            layer, kind = self._layer_recomputed(), RECOMPUTE
-        elif phase == _OPTIMIZER:
-            kind = TEMPORARY
-        elif phase == _LOSS:
-            kind = ACTIVATION if _grad_enabled() else NO_GRAD_LOSS
+        layer, kind = self._place(phase)
+        if phase == _FORWARD and storages.fresh and op is not _TO_COPY:
+            self._note_dtype(layer, out)
         for life in storages.fresh:
             life.kind = kind
             life.layer = layer
         storages.fresh.clear()
         storages.dead_gradients.clear()
         self._add_point(phase, layer, op, self._clock())
+
+    def _place(self, phase: int) -> tuple[int, int]:
+        """To which layer what an op makes belongs, and its kind."""
+        if phase == _BACKWARD:
+            return self._layer_of_node(), TEMPORARY
+        if phase == _FORWARD:
+            return self._calls_open[-1][1], ACTIVATION if _grad_enabled() else NO_GRAD_FORWARD
+        if phase == _RECOMPUTE:
+            return self._layer_recomputed(), RECOMPUTE
+        if phase == _OPTIMIZER:
+            return NO_LAYER, TEMPORARY
+        if phase == _LOSS:
+            return NO_LAYER, ACTIVATION if _grad_enabled() else NO_GRAD_LOSS
+        return NO_LAYER, OTHER
 
     def _note_dtype(self, layer: int, out: Any) -> None:
         if type(out) is tuple and out:
@@ -252,6 +279,88 @@ class StepTracker(StepMode):
         gradients.clear()
         self._add_point(_ZERO_GRAD, NO_LAYER, None, now_s)
 
+    # ---- memory that has run out ------------------------------------------------------------------------------------
+
+    def _above_limit(self, op: Any, phase: int, before: int) -> MemoryBudgetError:
+        """The error for an op whose results, dropped by now, went above the limit."""
+        storages = self._recorded
+        requested = sum(life.nbytes for life in storages.fresh)
+        allocated = storages.bytes - requested
+        if not requested:  # a tensor from outside that was not known yet, or one that has grown
+            requested, allocated = storages.bytes - before, before
+        storages.fresh.clear()
+        storages.settle()
+        death = self._describe_death(
+            op, phase, cause="budget", requested_bytes=requested, allocated_bytes=allocated, limit_bytes=self.limit_bytes
+        )
+        error = MemoryBudgetError(
+            above_budget_text(
+                phase=death.phase,
+                layer=death.layer,
+                operator=death.operator,
+                requested_bytes=requested,
+                allocated_bytes=allocated,
+                limit_bytes=self.limit_bytes,
+            )
+        )
+        self._die(dataclasses.replace(death, error=ErrorReference(error)))
+        return error
+
+    def _death(self, op: Any, error: BaseException) -> Death:
+        task = _graph_task()
+        if task != self._task:
+            self._pass_changes(task)
+        self._recorded.settle()
+        if task != -1:
+            phase = self._phase_in_backward() if _grad_enabled() or len(self._calls_open) > self._depth else _BACKWARD
+        else:
+            phase = self._outside if self._outside == _FORWARD else self._phase_by_frame(op)
+            self._hops = 0  # counted from here
+        death = self._describe_death(
+            op,
+            phase,
+            cause="allocator",
+            requested_bytes=requested_bytes_of(error),
+            allocated_bytes=self._recorded.bytes,
+        )
+        return dataclasses.replace(death, error=ErrorReference(error))
+
+    def _lives_of(self, value: Any) -> list[Life]:
+        sizes: dict[int, int] = {}
+        _add_sizes(value, sizes)
+        return [life for key in sizes if (life := self._recorded._now.get(key)) is not None]
+
+    def _describe_death(self, op: Any, phase: int, **facts: Any) -> Death:
+        layer, kind = self._place(phase)
+        self._mark_all()
+        points = [*self._points, (self._clock() - self._begun_s, phase, layer, op)]
+        in_forward = bool(self._calls_open) and self._task == -1
+        record = dataclasses.replace(
+            self._written(),
+            lives=[copy.copy(life) for life in self._recorded.lives],
+            points=points,
+            forward_ends=[*self._forward_ends, len(points) - 1] if in_forward else list(self._forward_ends),
+            dtypes=set(self._dtypes),
+            calls=list(self._calls),
+            forward_s=list(self._forward_s),
+            output_bytes=list(self._output_bytes),
+            recomputed=set(self._recomputed),
+        )
+        pending = {call[1] for call in self._calls_open} | {layer}
+        places = {id(life): place for place, life in enumerate(self._recorded.lives)}
+        return Death(
+            device=", ".join(sorted(map(str, self._recorded._devices))),
+            phase="" if phase == _OTHER else PHASES[phase],
+            layer="" if layer == NO_LAYER else self._facts.names[layer],
+            operator=operator_name(op),
+            kind="" if phase == _OPTIMIZER else KINDS[_UNDECIDED.get(kind, kind)],
+            record=record,
+            pending=frozenset(pending - {NO_LAYER}),
+            inputs={of: frozenset(places[id(life)] for life in lives) for of, lives in self._inputs.items()},
+            outputs={of: frozenset(places[id(life)] for life in lives) for of, lives in self._outputs.items()},
+            **facts,
+        )
+
     # ---- phases -----------------------------------------------------------------------------------------------------
 
     def _pass_changes(self, task: int) -> None:
@@ -275,7 +384,7 @@ class StepTracker(StepMode):
 
     def _pass_ends(self) -> None:
         """Called by torch at the end of an outermost backward pass, before the user goes on."""
-        if self.over or threading.get_ident() != self._thread_id:
+        if self.over or not self._is_ours():
             return
         storages = self._recorded
         storages.settle()
@@ -329,11 +438,13 @@ class StepTracker(StepMode):
     # ---- layers -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if is_compiling() or self.over or threading.get_ident() != self._thread_id:
+        if is_compiling() or self.over or not self._is_ours():
             return
         layer = self._layer_of.get(id(module))
         if layer is not None and (layer != NO_LAYER or module is self._root()):
             self._call_begins(module, layer)
+            if self.limit_bytes != math.inf and self._task == -1:
+                self._inputs.setdefault(layer, []).extend(self._lives_of(args))
         elif is_compiled(module):
             self._unhook()  # before the compiler sees them
 
@@ -350,12 +461,11 @@ class StepTracker(StepMode):
         elif len(self._calls_open) == self._depth:
             self._recomputed.add(layer)
         self._calls_open.append((id(module), layer, now_s))
-        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
-        self._node_layers.append(layer)
+        self._nodes_follow(layer)
         self._set_outside()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_compiling() or self.over or threading.get_ident() != self._thread_id or id(module) not in self._layer_of:
+        if is_compiling() or self.over or id(module) not in self._layer_of or not self._is_ours():
             return
         calls = self._calls_open
         at = next((at for at in range(len(calls) - 1, -1, -1) if calls[at][0] == id(module)), None)
@@ -364,12 +474,13 @@ class StepTracker(StepMode):
         _, layer, begun_s = calls[at]
         del calls[at:]
         now_s = self._clock()
-        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
-        self._node_layers.append(calls[-1][1] if calls else NO_LAYER)
+        self._nodes_follow(calls[-1][1] if calls else NO_LAYER)
         if _graph_task() == -1:
             if layer != NO_LAYER:
                 self._forward_s[layer] += now_s - begun_s
                 self._output_bytes[layer] = _bytes_of(output)
+                if self.limit_bytes != math.inf:
+                    self._outputs.setdefault(layer, []).extend(self._lives_of(output))
             if not calls:
                 self._expects_backward = _grad_enabled()
                 self._forward_in_step = _within_a_step()
@@ -377,6 +488,19 @@ class StepTracker(StepMode):
                 self._add_point(_FORWARD, NO_LAYER, None, now_s)
                 self._forward_ends.append(self._recorded.points - 1)
         self._set_outside()
+
+    def _is_ours(self) -> bool:
+        """Whether what happens on this thread belongs to the step."""
+        return threading.get_ident() == self._thread_id
+
+    def _nodes_follow(self, layer: int) -> None:
+        """The graph's nodes that this thread makes from now on belong to a layer."""
+        self._node_numbers.append(torch._C._autograd._get_sequence_nr())
+        self._node_layers.append(layer)
+
+    def _nodes(self) -> tuple[list[int], list[int]]:
+        """From which node on they belong to which layer, of the nodes that are being worked off."""
+        return self._node_numbers, self._node_layers
 
     def _settle_outside(self, now_s: float) -> None:
         storages = self._recorded
@@ -392,8 +516,9 @@ class StepTracker(StepMode):
             return NO_LAYER
         number = node._sequence_nr()
         if number < _ACCUMULATES:
-            at = bisect_right(self._node_numbers, number) - 1
-            self._layer = self._node_layers[at] if at >= 0 else NO_LAYER
+            numbers, layers = self._nodes()
+            at = bisect_right(numbers, number) - 1
+            self._layer = layers[at] if at >= 0 else NO_LAYER
         else:  # a leaf's has no number: it belongs to the node before it
             leaf: Tensor | None = getattr(node, "variable", None)
             if leaf is not None and leaf.grad is not None:
@@ -470,6 +595,7 @@ class StepTracker(StepMode):
 
 
 _ACCUMULATES = 2**63
+_UNDECIDED = {NO_GRAD_FORWARD: TEMPORARY, NO_GRAD_LOSS: OTHER}
 _graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled
 _ONES_LIKE = torch.ops.aten.ones_like.default
@@ -480,20 +606,6 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """Of torch's wrapper around every optimizer's ``step``."""
 _ZERO_GRAD_OF_OPTIMIZER = inspect.unwrap(Optimizer.zero_grad).__code__
 _ZERO_GRAD_OF_MODULE = nn.Module.zero_grad.__code__
-_CALL = nn.Module._call_impl.__code__
-
-
-def _modules_being_called() -> list[nn.Module]:
-    """Modules on this thread's call stack, the outermost first."""
-    modules = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module):
-                modules.append(module)
-        frame = frame.f_back
-    return modules[::-1]
 
 
 def _within_a_step() -> bool:

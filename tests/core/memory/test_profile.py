@@ -11,6 +11,7 @@ import pytest
 
 from amp_widgets.core.memory.profile import (
     KINDS,
+    AllocatorReadings,
     Phase,
     StepProfile,
     frozen_sums,
@@ -18,6 +19,7 @@ from amp_widgets.core.memory.profile import (
     phases_of,
     points_kept,
 )
+from amp_widgets.errors import AmpWidgetsError
 
 
 def made(**changes: Any) -> StepProfile:
@@ -92,6 +94,65 @@ class TestWords:
             profile.peak_by_layer["a"]["parameter"] = 0  # type: ignore[index]
         with pytest.raises(KeyError):
             profile.layer("c")
+
+
+def read(**changes: Any) -> AllocatorReadings:
+    values: dict[str, Any] = {
+        "device": "cuda:0",
+        "point": np.array([0, 2], dtype=np.int32),
+        "allocated_bytes": np.array([400, 3_200_000_000]),
+        "inactive_bytes": np.array([0, 600_000_000]),
+        "reserved_bytes": np.array([2_000_000, 4_100_000_000]),
+        "peak_allocated_bytes": 3_300_000_000,
+        "retries": 2,
+        "ooms": 1,
+    }
+    return AllocatorReadings(**{**values, **changes})
+
+
+class TestAllocator:
+    def test_in_words(self) -> None:
+        assert read().text == (
+            "cuda:0: reserved 4.1 GB, of which 3.2 GB were allocated, 600.0 MB free but split (fragmentation) and 300.0 MB "
+            "cached; 2 retries after freeing the cache, 1 allocation that did not fit"
+        )
+        profile = made(allocator=(read(device="<cuda>"),))
+        assert "<cuda>: reserved 4.1 GB" in repr(profile)
+        assert "&lt;cuda&gt;: reserved 4.1 GB" in profile._repr_html_()
+
+    def test_nothing_is_said_of_what_is_not_counted(self) -> None:
+        """With expandable segments no block counts as split, and nothing follows for fragmentation."""
+        none = np.zeros(2, dtype=np.int64)
+        assert read(inactive_bytes=none, retries=0, ooms=0).text == (
+            "cuda:0: reserved 4.1 GB, of which 3.2 GB were allocated and 900.0 MB cached"
+        )
+        full = read(inactive_bytes=none, retries=1, ooms=0, reserved_bytes=read().allocated_bytes)
+        assert full.text == "cuda:0: reserved 3.2 GB, of which 3.2 GB were allocated; 1 retry after freeing the cache"
+
+    def test_on_a_cpu(self) -> None:
+        assert made().allocator == ()
+        assert "reserved" not in repr(made())
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"point": np.array([0], dtype=np.int32)}, "expected one length"),
+            ({name: np.zeros(0, dtype=np.int64) for name in ("allocated_bytes", "inactive_bytes")}, "expected one length"),
+            ({"point": np.array([0, 2])}, "expected int32 points"),
+            ({"reserved_bytes": np.array([0.0, 1.0])}, "expected int32 points and int64 bytes"),
+            ({"point": np.array([2, 2], dtype=np.int32)}, "expected them ascending"),
+            ({"point": np.array([-1, 2], dtype=np.int32)}, "expected them ascending"),
+            ({"inactive_bytes": np.array([0, -1])}, "below 0"),
+            ({"retries": -1}, "below 0"),
+        ],
+    )
+    def test_what_cannot_be(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(AmpWidgetsError, match=message):
+            read(**changes)
+
+    def test_points_that_there_are_not(self) -> None:
+        with pytest.raises(AmpWidgetsError, match="got point 3, expected one of the profile's 3"):
+            made(allocator=(read(point=np.array([0, 3], dtype=np.int32)),))
 
 
 def test_phases() -> None:

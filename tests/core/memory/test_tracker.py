@@ -208,7 +208,7 @@ class TestByHand:
             state("recompute", activation=LOSS, temporary=G + GA1, gradient=W2 + B2),
             state("recompute", activation=LOSS, temporary=G + GA1, gradient=W2 + B2, recompute=Z1),
             state("recompute", activation=LOSS, temporary=G + GA1, gradient=W2 + B2, recompute=again),
-            state("backward", activation=LOSS, temporary=G + GA1, gradient=W2 + B2, recompute=A1),
+            state("recompute", activation=LOSS, temporary=G + GA1, gradient=W2 + B2, recompute=A1),  # handed over, detached
             state("backward", activation=LOSS, temporary=G + GA1 + GZ1, gradient=W2 + B2, recompute=A1),
             state("backward", activation=LOSS, temporary=G + GZ1, gradient=W2 + B2),
             state("backward", activation=LOSS, temporary=G + GZ1, gradient=W2 + B2 + W1),
@@ -1111,3 +1111,26 @@ class TestNothingIsKept:
         assert meter.take_profile() is not None
         meter.close()
         assert meter.take_profile() is None
+
+
+def test_each_recompute_is_one_phase() -> None:
+    from amp_widgets.demos.text import TextGPT
+
+    torch.manual_seed(0)
+    model = TextGPT()
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpointing = Checkpointing(model)
+    checkpointing.apply(("layers.0", "layers.2", "layers.5"))
+    tokens = torch.randint(0, 64, (2, 32))
+    meter = CpuMeter(model, [optimizer])
+    meter.profile_next("gpt")
+    meter.begin()
+    nn.functional.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten()).backward()
+    meter.end()
+    profile = meter.take_profile()
+    assert profile is not None
+    recomputes = [phase for phase in profile.phases if phase.name == "recompute"]
+    assert len(recomputes) == 3
+    layers = [{profile.layer_names[i] for i in profile.layer_index[phase.start : phase.stop] if i >= 0} for phase in recomputes]
+    assert [{name.split(".")[1] for name in names} for names in layers] == [{"5"}, {"2"}, {"0"}]
+    checkpointing.close()

@@ -1,0 +1,164 @@
+"""A profiled step that can be drawn, and its layers as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, overload
+
+from amp_widgets.core.layers import is_glob, parts_match
+from amp_widgets.core.memory.profile import LayerProfile, StepProfile, memory_text
+from amp_widgets.errors import LayerError
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+class ProfiledStep(StepProfile):
+    """What a session gives: a `StepProfile` with a picture."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, profile: StepProfile) -> ProfiledStep:
+        """The same profile; itself, where it is one."""
+        if isinstance(profile, cls):
+            return profile
+        return cls(**{field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)})
+
+    def to_figure(
+        self, before: StepProfile | None = None, *, title: str | None = None, theme: Literal["light", "dark"] = "light"
+    ) -> go.Figure:
+        """The memory of the step as areas stacked by kind, over its phases.
+
+        Parameters
+        ----------
+        before
+            Another step, drawn as an outline behind this one; the title then says what became of the peak.
+        title
+            In place of the sentence about the peak; ``""`` for none.
+        theme
+            ``"light"`` or ``"dark"``.
+
+        Raises
+        ------
+        MissingExtraError
+            When plotly is not installed.
+        """
+        from amp_widgets.charts.mountain import mountain_figure
+
+        return mountain_figure((self,) if before is None else (before, self), title=title, theme=theme)
+
+
+class LayerProfiles(Sequence[LayerProfile]):
+    """The layers of a profiled step, in the model's order: a sequence that shows itself as a table.
+
+    Parameters
+    ----------
+    layers
+        What is kept of them.
+    label
+        Of the step, for people.
+    """
+
+    def __init__(self, layers: Sequence[LayerProfile], *, label: str) -> None:
+        self._layers = tuple(layers)
+        self.label = label
+
+    @classmethod
+    def of(cls, profile: StepProfile, pattern: str = "**") -> LayerProfiles:
+        """Those whose name fits a name or glob: ``*`` stands for one part of a dotted name, ``**`` for any number of parts.
+
+        Raises
+        ------
+        LayerError
+            When none does.
+        """
+        kept = [layer for layer in profile.layers if _fits(layer.name, pattern)]
+        if not kept:
+            names = [layer.name for layer in profile.layers]
+            such_as = f"one of {', '.join(names[:6])}{', …' * (len(names) > 6)}" if names else "a model with layers"
+            raise LayerError(f"layer_profile: no layer matches {pattern!r}, expected {such_as}, or a glob such as '**'")
+        return cls(kept, label=profile.label)
+
+    @overload
+    def __getitem__(self, index: int | str) -> LayerProfile: ...
+    @overload
+    def __getitem__(self, index: slice) -> LayerProfiles: ...
+    def __getitem__(self, index: int | str | slice) -> LayerProfile | LayerProfiles:
+        """By position, by name, or a part of them.
+
+        Raises
+        ------
+        LayerError
+            When there is no layer of that name.
+        """
+        if isinstance(index, slice):
+            return LayerProfiles(self._layers[index], label=self.label)
+        if isinstance(index, int):
+            return self._layers[index]
+        for layer in self._layers:
+            if layer.name == index:
+                return layer
+        raise LayerError(f"layer_profile: there is no layer {index!r} here, expected one of [layer.name for layer in ...]")
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[LayerProfile]:
+        return iter(self._layers)
+
+    def __repr__(self) -> str:
+        rows = [_HEADINGS, *map(_cells, self._layers)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in _TEXT else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([f"layers of {self.label!r}", *lines, _ESTIMATES])
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            aligned = (f' style="text-align:{"left" if column in _TEXT else "right"}"' for column in range(len(cells)))
+            return f"<tr>{''.join(f'<{tag}{a}>{html.escape(c)}</{tag}>' for a, c in zip(aligned, cells, strict=True))}</tr>"
+
+        body = "".join(row(_cells(layer), "td") for layer in self._layers)
+        table = f"<table>{row(_HEADINGS, 'th')}{body}</table>"
+        return f"<div><b>{html.escape(self.label)}</b>{table}<div>{html.escape(_ESTIMATES)}</div></div>"
+
+
+_HEADINGS = ("layer", "type", "dtype", "parameters", "held", "output", "forward", "backward", "saves ≈", "costs ≈")
+_TEXT = (0, 1, 2)
+_ESTIMATES = (
+    "held: from forward to backward. saves ≈ and costs ≈ estimate what checkpointing the layer does: held without its output, "
+    "and its forward pass once more; where it is checkpointed, costs is its recompute, measured."
+)
+
+
+def _cells(layer: LayerProfile) -> tuple[str, ...]:
+    saves = "" if math.isnan(layer.saved_bytes) else memory_text(layer.saved_bytes)
+    return (
+        layer.name,
+        layer.type,
+        layer.dtype,
+        memory_text(layer.parameter_bytes),
+        memory_text(layer.activation_bytes),
+        memory_text(layer.output_bytes),
+        _milliseconds(layer.forward_s),
+        _milliseconds(layer.backward_s),
+        "checkpointed" if layer.checkpointed else saves,
+        _milliseconds(layer.cost_s),
+    )
+
+
+def _milliseconds(duration_s: float) -> str:
+    return "" if math.isnan(duration_s) else f"{1e3 * duration_s:.2f} ms"
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return parts_match(name.split("."), pattern.split(".")) if is_glob(pattern) else name == pattern

@@ -1,0 +1,131 @@
+"""What memory may not go above, and where a step ran out of it: as they are drawn, and in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from amp_widgets.charts.labels import escaped, shortened
+from amp_widgets.charts.look import Colours
+from amp_widgets.charts.peaks import StepLike, memory_text, peak_of, place_at
+
+FAR = 3.0
+"""A ceiling so many times as high as the mountain is named instead of drawn: the mountain would be too small to be read."""
+NOTE_CHARACTERS = 44
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ceiling:
+    """A height that memory may not go above, such as a ``budget``."""
+
+    size_bytes: float
+    name: str
+
+    @property
+    def text(self) -> str:
+        """``budget 120.0 MB``."""
+        return f"{self.name} {memory_text(self.size_bytes)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Death:
+    """How a step ran out of memory, at the last point of its profile. NaN for bytes that are not known.
+
+    Attributes
+    ----------
+    requested_bytes
+        Of the allocation that did not fit.
+    ceiling
+        What it did not fit into, or None.
+    place
+        Where, such as ``in backward of layers.3``; as the user named it, not escaped. Empty: where the profile ends.
+    """
+
+    requested_bytes: float
+    ceiling: Ceiling | None = None
+    place: str = ""
+
+    def where(self, step: StepLike) -> str:
+        """The place, not escaped."""
+        return self.place or place_at(step, len(step.time_s) - 1)
+
+    def needed_bytes(self, step: StepLike) -> float:
+        """At least so many bytes the step would have needed."""
+        used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
+        more = self.requested_bytes if math.isfinite(self.requested_bytes) else 0.0
+        return max(used + more, float(peak_of(step)[1]))
+
+
+def death_text(step: StepLike, death: Death) -> str:
+    """One step that ran out of memory, in a sentence; not escaped."""
+    used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
+    more = f" and {memory_text(death.requested_bytes)} more requested" if math.isfinite(death.requested_bytes) else ""
+    limit = f", {death.ceiling.text}" if death.ceiling is not None else ""
+    return f"out of memory {death.where(step)}".rstrip() + f": {memory_text(used)} in use{more}{limit}"
+
+
+def deaths_text(before: StepLike, after: StepLike, before_death: Death | None, after_death: Death | None) -> str:
+    """What became of a step that ran out of memory, or that one did; one of the two deaths at least. Not escaped."""
+    parts = []
+    for step, death in ((before, before_death), (after, after_death)):
+        peak = memory_text(peak_of(step)[1])
+        parts.append(f"peak {peak}" if death is None else f"out of memory at {memory_text(death.needed_bytes(step))}")
+    ceiling = next((one.ceiling for one in (after_death, before_death) if one is not None and one.ceiling is not None), None)
+    end = ""
+    if ceiling is not None and after_death is None:
+        left = ceiling.size_bytes - peak_of(after)[1]
+        verdict = f"it fits, {memory_text(left)} to spare" if left >= 0 else "it does not fit"
+        end = f": {verdict} ({ceiling.text})"
+    elif ceiling is not None:
+        end = f": it does not fit ({ceiling.text})"
+    return " → ".join(parts) + end
+
+
+def ceiling_height(ceiling: Ceiling | None, highest: float) -> float:
+    """The height that is to be in the picture because of a ceiling; 0 where it is only named."""
+    return ceiling.size_bytes if ceiling is not None and ceiling.size_bytes <= FAR * max(highest, 1.0) else 0.0
+
+
+def ceiling_parts(ceiling: Ceiling, highest: float, stop: float, colours: Colours) -> tuple[list[Any], list[Any]]:
+    """Shapes and annotations of a ceiling over x from 0 to `stop`."""
+    font = {"size": 12, "color": colours.alarm}
+    note = {"text": f"<b>{escaped(ceiling.text)}</b>", "showarrow": False, "font": font, "name": "ceiling", "align": "left"}
+    if not ceiling_height(ceiling, highest):
+        above = {"text": f"{escaped(ceiling.text)}, far above ↑", "xref": "paper", "yref": "paper", "x": 1, "y": 1, "xshift": -6}
+        return [], [note | above | {"xanchor": "right", "yanchor": "top"}]
+    line = {
+        "type": "line", "xref": "x", "yref": "y", "x0": 0, "x1": stop, "y0": ceiling.size_bytes, "y1": ceiling.size_bytes,
+        "line": {"color": colours.alarm, "width": 2, "dash": "10px,4px"}, "name": "ceiling",
+    }  # fmt: skip
+    place = {"x": 0, "y": ceiling.size_bytes, "xanchor": "left", "yanchor": "bottom", "xshift": 6}
+    return [line], [note | place]
+
+
+def death_parts(
+    step: StepLike, death: Death, x: float, number: int, colours: Colours, *, left: bool, word: str = ""
+) -> tuple[list[Any], list[Any]]:
+    """Shapes and annotations where a step ran out of memory: what was requested more, and a note, `left` of it or right, which
+    begins with a `word`."""
+    used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
+    known = math.isfinite(death.requested_bytes)
+    top = used + (death.requested_bytes if known else 0.0)
+    line = {
+        "type": "line", "xref": "x", "yref": "y", "x0": x, "x1": x, "y0": used, "y1": top,
+        "line": {"color": colours.alarm, "width": 3, "dash": "2px,2px"}, "name": f"requested {number}",
+    }  # fmt: skip
+    cross = {
+        "x": x, "y": top, "text": "<b>✕</b>", "showarrow": False, "font": {"size": 18, "color": colours.alarm},
+        "name": f"cross {number}",
+    }  # fmt: skip
+    lines = [f"<b>{word}out of memory here</b>"]
+    asked = [f"{memory_text(death.requested_bytes)} requested"] if known else []
+    lines.append(escaped(", ".join([*asked, *([death.ceiling.text] if death.ceiling is not None else [])])))
+    lines.append(escaped(shortened(death.where(step), NOTE_CHARACTERS)))
+    note = {
+        "x": x, "y": top, "ax": -56 if left else 56, "ay": -24, "xanchor": "right" if left else "left",
+        "text": "<br>".join(one for one in lines if one), "align": "right" if left else "left", "showarrow": True, "arrowhead": 2,
+        "arrowwidth": 1.5, "arrowcolor": colours.alarm, "standoff": 8, "font": {"size": 12, "color": colours.text},
+        "bgcolor": colours.background, "opacity": 0.92, "borderpad": 2, "name": f"death {number}",
+    }  # fmt: skip
+    return ([line] if known else []), [cross, note]
