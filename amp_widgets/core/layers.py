@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from amp_widgets.errors import CheckpointingError, LayerError
+from amp_widgets.errors import CheckpointingError, LayerError, SettingsError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,36 @@ def list_layers(model: nn.Module) -> tuple[Layer, ...]:
     )
 
 
-def resolve_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSetting:
+    """A setting that consists of layers.
+
+    Parameters
+    ----------
+    name
+        Of the setting.
+    phrase
+        What is done to a layer, with ``{}`` for the layer.
+    not_whole
+        Why the whole model cannot be given.
+    why_not
+        The reason why a layer cannot be given, or None.
+    error
+        To be raised for such a layer.
+    """
+
+    name: str
+    phrase: str
+    not_whole: str
+    why_not: Callable[[nn.Module], str | None]
+    error: type[SettingsError]
+
+    def doing(self, layer: str) -> str:
+        """`phrase`, for a layer."""
+        return self.phrase.replace("{}", layer)
+
+
+def resolve_layers(model: nn.Module, patterns: Iterable[str], *, setting: LayerSetting | None = None) -> tuple[str, ...]:
     """Names and globs → the names of the layers they mean, each once, in the model's order.
 
     Parameters
@@ -76,14 +105,18 @@ def resolve_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
     patterns
         Layer names, also second names of a shared module, and globs: ``*``, ``?`` and ``[…]`` stand for characters within
         one part of a dotted name, ``**`` for any number of parts, none included. Globs pass over structural layers.
+    setting
+        What they are named for; without one, ``checkpointed``.
 
     Raises
     ------
     LayerError
         When a pattern matches no layer; the message names the nearest.
     CheckpointingError
-        When a layer that is named or matched cannot be checkpointed; the message says why.
+        When a layer that is named or matched cannot be checkpointed (for another setting, what that raises); the message says
+        why.
     """
+    setting = CHECKPOINTED if setting is None else setting
     layers = named_layers(model)
     first_names = {id(module): name for name, module in layers.items()}
     aliases = {name: first_names[id(module)] for name, module in _walk(inner_model(model))}
@@ -91,9 +124,9 @@ def resolve_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
     given_patterns: Iterable[object] = (patterns,) if isinstance(patterns, str) else patterns
     for given in given_patterns:
         if not isinstance(given, str):
-            raise LayerError(f"checkpointed: got {given!r}, expected the name of a layer or a glob, such as 'layers.*'")
-        wanted.update(_matches(given, _without_wrappers(given, model), layers, aliases))
-    refused = {name: reason for name in layers if name in wanted and (reason := why_not(layers[name])) is not None}
+            raise LayerError(f"{setting.name}: got {given!r}, expected the name of a layer or a glob, such as 'layers.*'")
+        wanted.update(_matches(given, _without_wrappers(given, model), layers, aliases, setting))
+    refused = {name: reason for name in layers if name in wanted and (reason := setting.why_not(layers[name])) is not None}
     if refused:
         named = "; ".join(f"layer {name!r} ({type(layers[name]).__name__}): {refused[name]}" for name in list(refused)[:3])
         more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
@@ -105,7 +138,7 @@ def resolve_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]
             if len(refused) == 1
             else "leave them out"
         )
-        raise CheckpointingError(f"checkpointed: cannot checkpoint {named}{more}; {advice}")
+        raise setting.error(f"{setting.name}: cannot {setting.doing(f'{named}{more}')}; {advice}")
     return tuple(name for name in layers if name in wanted)
 
 
@@ -136,6 +169,11 @@ def is_structural(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module, known: dict[int, str | None] | None = None) -> str | None:
     """The reason why `module` cannot be checkpointed safely, or None; `known` saves work over many modules of one model."""
+    return why_not_exchanged(module) or _why_not_inside(module, {} if known is None else known)
+
+
+def why_not_exchanged(module: nn.Module) -> str | None:
+    """The reason why the forward pass of `module` cannot be exchanged, or None."""
     if is_structural(module):
         return "it only holds other modules and has no forward pass of its own"
     if isinstance(module, torch.jit.ScriptModule):
@@ -147,7 +185,16 @@ def why_not(module: nn.Module, known: dict[int, str | None] | None = None) -> st
     if "forward" in vars(module):
         owner = "accelerate" if "_hf_hook" in vars(module) else "other code"
         return f"its forward was replaced on the instance (by {owner}), which hides the one of its class: undo that first"
-    return _why_not_inside(module, {} if known is None else known)
+    return None
+
+
+CHECKPOINTED = LayerSetting(
+    name="checkpointed",
+    phrase="checkpoint {}",
+    not_whole="which cannot be checkpointed: its recompute would hold all that was saved",
+    why_not=why_not,
+    error=CheckpointingError,
+)
 
 
 def _why_not_inside(module: nn.Module, known: dict[int, str | None]) -> str | None:
@@ -221,25 +268,26 @@ def _without_wrappers(pattern: str, model: nn.Module) -> str:
     return ".".join(parts)
 
 
-def _matches(given: str, pattern: str, layers: Mapping[str, nn.Module], aliases: Mapping[str, str]) -> list[str]:
+def _matches(
+    given: str, pattern: str, layers: Mapping[str, nn.Module], aliases: Mapping[str, str], setting: LayerSetting
+) -> list[str]:
     if pattern.strip(".") == "":
         raise LayerError(
-            f"checkpointed: {given!r} names the whole model, which cannot be checkpointed: its recompute would hold all that was "
-            f"saved. Name layers inside it{_such_as(layers)}"
+            f"{setting.name}: {given!r} names the whole model, {setting.not_whole}. Name layers inside it{_such_as(layers)}"
         )
     if pattern in aliases:
         return [aliases[pattern]]
     if not is_glob(pattern):
-        raise LayerError(f"checkpointed: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
+        raise LayerError(f"{setting.name}: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
     hits = _glob_hits(pattern, aliases)
     found = [name for name in hits if not is_structural(layers[name])]
     if not found and hits:
         raise LayerError(
-            f"checkpointed: {given!r} matches only layers that hold others and have no forward pass of their own, such as "
+            f"{setting.name}: {given!r} matches only layers that hold others and have no forward pass of their own, such as "
             f"{hits[0]!r} ({type(layers[hits[0]]).__name__}); did you mean {f'{pattern}.*'!r}?"
         )
     if not found:
-        raise LayerError(f"checkpointed: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
+        raise LayerError(f"{setting.name}: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
     return found
 
 

@@ -1026,7 +1026,7 @@ class LiveLoop:
         before = self._settings
         try:
             settings = before.replace(**request.changes)
-            for name in request.changes.keys() & self._switches.keys():
+            for name in (name for name in self._switches if name in request.changes):
                 self._switches[name].apply(getattr(settings, name))  # all of it or nothing
             if not request.changes.keys() <= self._switches.keys():
                 self._configure_scalers(settings, set_scale="init_scale" in request.changes)
@@ -1047,7 +1047,7 @@ class LiveLoop:
     def _roll_back(self, settings: Settings, request: Request) -> None:
         if self._overrides_scaler or not self.has_users_scaler:
             self._configure_scalers(settings, set_scale=False)
-        for name in request.changes.keys() & self._switches.keys():
+        for name in (name for name in self._switches if name in request.changes):
             try:
                 self._switches[name].apply(getattr(settings, name))
             except SettingsError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amp_widgets.core.autocast import Support
-from amp_widgets.core.checkpointing import Checkpointing
+from amp_widgets.core.layer_switch import LayerSwitch
 from amp_widgets.core.settings import AutocastName, Settings, format_scale
 from amp_widgets.errors import SettingsError
 
@@ -44,14 +44,16 @@ class RequestQueue:
         For messages.
     support
         Which autocast formats the device has.
-    checkpointing
-        Knows the layers.
+    switches
+        Know the layers, by the setting that is made of them.
     """
 
-    def __init__(self, device: torch.device, support: Mapping[AutocastName, Support], checkpointing: Checkpointing) -> None:
+    def __init__(
+        self, device: torch.device, support: Mapping[AutocastName, Support], switches: Mapping[str, LayerSwitch]
+    ) -> None:
         self._device = device
         self._support = support
-        self._checkpointing = checkpointing
+        self._switches = switches
         self._waiting: collections.deque[Request] = collections.deque()
         self._scheduled: list[Request] = []  # by step; of one step, in the order in which they were made
 
@@ -129,9 +131,10 @@ class RequestQueue:
         for request in before:
             with contextlib.suppress(SettingsError):  # two that do not go together: the later one is rejected in its turn
                 prospective = prospective.replace(**request.changes)
-        if "checkpointed" in changes:
-            wanted = getattr(changes["checkpointed"], "layers", changes["checkpointed"])  # of a plan, its layers
-            changes["checkpointed"] = self._checkpointing.resolve(prospective.replace(checkpointed=wanted).checkpointed)
+        for name, switch in self._switches.items():
+            if name in changes:
+                wanted = getattr(changes[name], "layers", changes[name])  # of a plan, its layers
+                changes[name] = switch.resolve(getattr(prospective.replace(**{name: wanted}), name))
         settings = prospective.replace(**changes)
         if "init_scale" in changes:
             _check_bounds(settings)

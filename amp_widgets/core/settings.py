@@ -43,6 +43,8 @@ class Settings:
     checkpointed
         Names of the checkpointed layers, in the model's order. In a request, globs too: ``*`` stands for one part of a
         dotted name, ``**`` for any number of parts.
+    fp32_layers
+        Names of the layers that are kept in FP32 while autocast is on, in the model's order. In a request, globs too.
 
     Raises
     ------
@@ -63,6 +65,7 @@ class Settings:
     min_scale: float | None = None
     max_scale: float | None = None
     checkpointed: tuple[str, ...] = ()
+    fp32_layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the class is frozen to others
@@ -86,7 +89,8 @@ class Settings:
                 f"min_scale: got {format_scale(self.min_scale)}, which is above max_scale {format_scale(self.max_scale)}; "
                 "expected min_scale <= max_scale"
             )
-        put(self, "checkpointed", _names(self.checkpointed))
+        for name in ("checkpointed", "fp32_layers"):
+            put(self, name, _names(name, getattr(self, name)))
 
     @property
     def scales_loss(self) -> bool:
@@ -148,14 +152,14 @@ def describe_changes(changes: Mapping[str, Any]) -> str:
 
 def describe_settings(settings: Settings) -> str:
     """What is in force, in a few words: ``fp16 + 4 layers checkpointed``."""
-    count = len(settings.checkpointed)
-    return f"{settings.autocast} + {_describe('checkpointed', settings.checkpointed)}" if count else settings.autocast
+    layers = [_describe(name, getattr(settings, name)) for name in _LAYERS if getattr(settings, name)]
+    return " + ".join([settings.autocast, *layers])
 
 
 def _describe(name: str, value: Any) -> str:
-    if name == "checkpointed":
+    if name in _LAYERS:
         count = len(value)
-        return "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
+        return f"no layer {_LAYERS[name]}" if count == 0 else f"{count} layer{'s' if count > 1 else ''} {_LAYERS[name]}"
     if name == "scaling":
         return "scaling on" if value else "scaling off"
     if name in ("init_scale", "min_scale", "max_scale"):
@@ -163,6 +167,10 @@ def _describe(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{name} {value:g}"
     return f"{name} {value}"
+
+
+_LAYERS = {"checkpointed": "checkpointed", "fp32_layers": "kept in FP32"}
+"""Settings that consist of layers, and what is said of these."""
 
 
 def _autocast_name(value: object) -> AutocastName:
@@ -214,13 +222,13 @@ def _positive_int(name: str, value: object) -> int:
     return int(number)
 
 
-def _names(value: object) -> tuple[str, ...]:
+def _names(setting: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Iterable):
-        raise SettingsError(f"checkpointed: got {value!r}, expected layer names or globs, such as ['layers.*']")
+        raise SettingsError(f"{setting}: got {value!r}, expected layer names or globs, such as ['layers.*']")
     names = tuple(value)
     for name in names:
         if not isinstance(name, str):
-            raise SettingsError(f"checkpointed: got {name!r} in the list, expected layer names or globs, such as 'layers.*'")
+            raise SettingsError(f"{setting}: got {name!r} in the list, expected layer names or globs, such as 'layers.*'")
     return names

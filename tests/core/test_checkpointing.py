@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from amp_widgets.core import checkpointing as module_under_test
+from amp_widgets.core import class_exchange as module_under_test
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.errors import CheckpointingError, LayerError, ModelError, SessionClosedError
 
@@ -177,7 +177,7 @@ def test_apply_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpointing.active == ("head",)
     del model.layers[1].forward
 
-    change, changed = module_under_test._set_class, []
+    change, changed = module_under_test.set_class, []
 
     def interrupted(module: nn.Module, kind: type) -> None:
         changed.append(module)
@@ -185,7 +185,7 @@ def test_apply_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         change(module, kind)
 
-    monkeypatch.setattr(module_under_test, "_set_class", interrupted)
+    monkeypatch.setattr(module_under_test, "set_class", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpointing.apply(["embed", "layers.0", "layers.1"])
     assert checkpointing.active == ("head",)

@@ -1,0 +1,415 @@
+"""How large the gradients of one step are: counted by powers of two on the device, layer by layer, without waiting for it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
+
+from amp_widgets.core.array_readback import ArrayReadback
+from amp_widgets.core.layers import inner_model, named_layers
+from amp_widgets.core.memory.compiled import frames_compiled, is_compiled
+from amp_widgets.core.readback import Readback
+from amp_widgets.core.unseen import unseen
+
+Family = Literal["output", "parameter"]
+
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -126, 127
+"""Of the normal numbers of fp32."""
+BUCKETS = 767
+"""See `bucket_of`."""
+ZERO_BUCKET, SUBNORMAL_BUCKET, INF_BUCKET, NAN_BUCKET = 0, 1, 765, 766
+MODEL = "(model)"
+KEPT = 16
+SAMPLE_ELEMENTS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CountedGradients:
+    """The gradients of one layer in one format.
+
+    Attributes
+    ----------
+    layer
+        Its name; the model itself is ``"(model)"``.
+    family
+        ``"output"``: gradients with respect to what the layer returns. ``"parameter"``: with respect to its own parameters, as
+        they arrive, before they are added to those that are there.
+    dtype
+        The format that they are stored in, ``"fp16"`` for example. The gradient of an fp32 parameter is fp32, also where
+        autocast has computed it in fp16.
+    arrivals
+        How many tensors they were.
+    elements
+        Of all of them.
+    counts
+        How many of the elements that were looked at, by bucket: see `bucket_of`. Shape ``(BUCKETS,)``, int64.
+    """
+
+    layer: str
+    family: Family
+    dtype: str
+    arrivals: int
+    elements: int
+    counts: npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GradientCounts:
+    """The gradients of one step as they were stored: the true ones times the loss scale.
+
+    Attributes
+    ----------
+    step
+        Its number.
+    scale
+        The loss scale that was used; 1 where the loss was not scaled.
+    rows
+        In the order in which their first gradients were produced.
+    notes
+        What was not counted, in sentences.
+    """
+
+    step: int
+    scale: float
+    rows: tuple[CountedGradients, ...]
+    notes: tuple[str, ...] = ()
+
+
+def bucket_of(values: Tensor) -> Tensor:
+    """The bucket of each number, int32; as finely as it takes to say of every power-of-two scale what fp16 would make of it.
+
+    For the binary exponent e there are three, at ``3 * (e + 127)`` and after: the power of two itself, what is between, and what
+    is so close to the next power of two that fp16 rounds to that (from ``2^(e+1) * (1 - 2^-12)`` on). So both edges are exact:
+    2^-25 rounds to zero and the next larger number does not; 65520 rounds to infinity and the next smaller number does not.
+    Before them are zero, and what fp32 has below 2^-126 in two more buckets; after them inf and NaN.
+
+    Parameters
+    ----------
+    values
+        Floating point, of any shape. fp64 is rounded to fp32 first.
+    """
+    bits = values.float().abs().view(torch.int32).clamp(max=_A_NAN)
+    return ((bits - 1) >> 23).add_(bits >> 23).add_((bits + _ROUNDS_UP) >> 23).add_(1)
+
+
+class GradientProbe:
+    """Counts the gradients of some steps, and leaves no trace in the others.
+
+    Gradients with respect to the outputs of layers are what fp16 really stores; they are seen where they enter the node of the
+    graph that made the output, in the format of the output and summed up over all its uses. Each is counted once, for the
+    innermost layer that returned it. No hook is put on a tensor, a module or a parameter of the user's: one global forward hook,
+    for the step alone, tells which nodes to watch. A layer that is recomputed is counted once, as gradients flow through only one
+    of its two graphs.
+
+    Parameters
+    ----------
+    model
+        Whose layers.
+    every
+        Count in every n-th step; 0 only on request.
+    sample
+        Elements of each tensor that are looked at, at most, evenly spread; None for all.
+
+    Notes
+    -----
+    Nothing waits for the device. Neither the user's tensors nor the random state are touched: a step comes out bit by bit as it
+    would without.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 0, sample: int | None = SAMPLE_ELEMENTS) -> None:
+        self.every = every
+        self.sample = sample
+        self._models: tuple[tuple[str, nn.Module], ...] = (("", model),)
+        self._wanted = False
+        self._open: _OpenCount | None = None
+        self._arriving: collections.deque[_Arriving] = collections.deque()
+        self._counts: collections.deque[GradientCounts] = collections.deque(maxlen=KEPT)
+        self._lock = threading.Lock()
+        self._why_not: str | None = None
+
+    # ---- what is asked of it, from any thread -------------------------------------------------------------------------
+
+    def count_next_step(self) -> None:
+        """Count the gradients of the step that begins next."""
+        self._wanted = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step was asked for, or is being counted, or its numbers have not arrived."""
+        if self._arriving:
+            self._take_in(wait=False)
+        return self._wanted or self._open is not None or bool(self._arriving)
+
+    @property
+    def counts(self) -> tuple[GradientCounts, ...]:
+        """Of the steps whose numbers have arrived, the newest last, at most `KEPT`; the same objects every time. Never waits."""
+        self._take_in(wait=False)
+        return tuple(self._counts)
+
+    def newest(self, *, wait: bool = False) -> GradientCounts | None:
+        """The newest of `counts`; with `wait`, of the last step that was counted, waiting for the device if need be."""
+        self._take_in(wait=wait)
+        return self._counts[-1] if self._counts else None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the last step that was to be counted was not; None when it was."""
+        return self._why_not
+
+    # ---- told by the loop, on the training thread ---------------------------------------------------------------------
+
+    def watch(self, models: Iterable[tuple[str, nn.Module]]) -> None:
+        """Count in these models from now on; where they are several, their names come before those of their layers."""
+        self._models = tuple(models)
+
+    def begin(self, step: int) -> bool:
+        """A step begins, before its first forward pass. Whether it is counted."""
+        if not self._wanted and (self.every <= 0 or step % self.every):
+            return False  # hot
+        self.abandon()
+        self._wanted = False
+        self._why_not = self._why_compiled()
+        if self._why_not is not None:
+            return False
+        self._open = _OpenCount(self._models, step, self.sample)
+        return True
+
+    def end(self, scale: Tensor | float | None) -> None:
+        """The step is over.
+
+        Parameters
+        ----------
+        scale
+            The loss scale that was used, on the device perhaps; None where the loss was not scaled.
+        """
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        opened.stop()
+        if opened.compiled:
+            self._why_not = _COMPILED
+            return
+        self._arriving.append(opened.arriving(1.0 if scale is None else scale))
+        self._take_in(wait=False)
+
+    def abandon(self) -> None:
+        """The step will not end."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.stop()
+
+    def close(self) -> None:
+        """Let go of the model; what was counted stays."""
+        self.abandon()
+        self._wanted, self.every, self._models = False, 0, ()
+        self._take_in(wait=True)
+
+    def _why_compiled(self) -> str | None:
+        # a global hook would have everything compiled anew
+        if frames_compiled() or any(is_compiled(module) for _, model in self._models for module in model.modules()):
+            return _COMPILED
+        return None
+
+    def _take_in(self, *, wait: bool) -> None:
+        with self._lock:
+            while self._arriving and (wait or self._arriving[0].ready()):
+                self._counts.append(self._arriving.popleft().counts())
+
+
+def gradient_node(parameter: Tensor) -> Any:
+    """The node of the graph through which a leaf gets its gradient, to be kept while it is used; None for what gets none."""
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return None
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def spread(gradient: Tensor, most: int | None, start: int) -> Tensor:
+    """The elements, or about `most` of them, evenly spread and not always in the same column; of shape (n,), no copy if need be.
+
+    Parameters
+    ----------
+    start
+        Which of the first elements to begin with; another one each step, so that all are seen in the course of time.
+    """
+    elements = gradient.numel()
+    if most is None or elements <= most:
+        return gradient.reshape(-1)
+    stride = -(-elements // most)
+    while any(size > 1 and math.gcd(stride, size) > 1 for size in gradient.shape):
+        stride += 1
+    if gradient.is_contiguous():
+        return gradient.view(-1)[start % stride :: stride]
+    return gradient.take(torch.arange(start % stride, elements, stride, device=gradient.device))
+
+
+_A_NAN = 0x7F800001
+_ROUNDS_UP = 0x1000
+_COMPILED = "code made by torch.compile is in use, which hooks cannot look into without having it compiled anew"
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_DISABLED = torch._C._disabled_torch_dispatch_impl
+
+_Key = tuple[str, Family, torch.dtype, torch.device]
+
+
+class _Row:
+    __slots__ = ("arrivals", "buffer", "elements")
+
+    def __init__(self, device: torch.device) -> None:
+        self.arrivals = 0
+        self.elements = 0
+        self.buffer = torch.zeros(BUCKETS, dtype=torch.int32, device=device)
+
+
+class _OpenCount:
+    """The step that is being counted."""
+
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], step: int, sample: int | None) -> None:
+        self.step = step
+        self.compiled = False
+        self._frames = frames_compiled()
+        self._sample = sample
+        self._over = False
+        self._rows: dict[_Key, _Row] = {}
+        self._notes: dict[str, None] = {}
+        self._seen: set[tuple[int, int, int]] = set()
+        self._layer_of: dict[int, str] = {}
+        self._nodes: list[Any] = []
+        self._ones: dict[torch.device, Tensor] = {}
+        self._handles: list[Any] = []
+        for prefix, model in models:
+            self._watch_parameters(prefix, model)
+        self._handles.append(register_module_forward_hook(self._returned))
+
+    def stop(self) -> None:
+        """Count no more, and take off all hooks."""
+        self._over = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+        self._layer_of.clear()
+        self.compiled = self.compiled or frames_compiled() != self._frames
+
+    def arriving(self, scale: Tensor | float) -> _Arriving:
+        by_device: dict[torch.device, list[int]] = {}
+        for at, (_, _, _, device) in enumerate(self._rows):
+            by_device.setdefault(device, []).append(at)
+        rows = list(self._rows.values())
+        with unseen():
+            stacked = [torch.stack([rows[at].buffer for at in places]) for places in by_device.values()]
+        places = [at for found in by_device.values() for at in found]
+        return _Arriving(self.step, list(self._rows), rows, places, ArrayReadback(stacked), Readback([scale]), tuple(self._notes))
+
+    def _watch_parameters(self, prefix: str, model: nn.Module) -> None:
+        root = inner_model(model)
+        model_name = prefix or MODEL
+        for name, module in ((model_name, root), *named_layers(model).items()):
+            layer = f"{prefix}.{name}" if prefix and module is not root else name
+            if id(module) in self._layer_of:
+                continue
+            self._layer_of[id(module)] = layer
+            for parameter in module._parameters.values():
+                node = None if parameter is None else gradient_node(parameter)
+                if node is not None:
+                    self._handles.append(node.register_prehook(functools.partial(self._arrived, layer, "parameter", 0)))
+                    self._nodes.append(node)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_compiling():
+            self.compiled = True
+            return
+        layer = self._layer_of.get(id(module))
+        if layer is None or self._over or not torch.is_grad_enabled():
+            return
+        try:
+            self._watch_output(layer, output)
+        except Exception as error:  # of what is only watched, never of the training
+            self._leave_out(layer, error)
+
+    def _watch_output(self, layer: str, output: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # within torch.func a gradient is no number yet
+        for tensor in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                continue
+            node = tensor.grad_fn
+            if node is None:
+                continue
+            key = (threading.get_ident(), node._sequence_nr(), tensor.output_nr)
+            if key not in self._seen:  # an outer layer may return what an inner one has made
+                self._seen.add(key)
+                self._handles.append(node.register_prehook(functools.partial(self._arrived, layer, "output", tensor.output_nr)))
+
+    def _arrived(self, layer: str, family: Family, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[at]
+        if gradient is None or self._over or not gradient.numel():
+            return
+        try:
+            with unseen():
+                self._count(layer, family, gradient.detach())
+        except Exception as error:
+            self._leave_out(layer, error)
+
+    def _count(self, layer: str, family: Family, gradient: Tensor) -> None:
+        if type(gradient).__torch_dispatch__ is not _DISABLED:
+            raise TypeError(f"its gradient is a {type(gradient).__name__}")
+        if gradient.layout != torch.strided:
+            gradient = gradient._values()
+        key = (layer, family, gradient.dtype, gradient.device)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(gradient.device)
+        row.arrivals += 1
+        row.elements += gradient.numel()
+        buckets = bucket_of(spread(gradient, self._sample, self.step))
+        one = self._ones.get(gradient.device)
+        if one is None:
+            one = self._ones[gradient.device] = torch.ones((), dtype=torch.int32, device=gradient.device)
+        row.buffer.index_add_(0, buckets, one.expand(buckets.numel()))
+
+    def _leave_out(self, layer: str, error: Exception) -> None:
+        words = str(error).splitlines()
+        self._notes[f"{layer} was not counted: {type(error).__name__}: {words[0] if words else ''}"] = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Arriving:
+    """A step that was counted, its numbers perhaps still on the device."""
+
+    step: int
+    keys: list[_Key]
+    rows: list[_Row]
+    places: list[int]
+    arrays: ArrayReadback
+    scale: Readback
+    notes: tuple[str, ...]
+
+    def ready(self) -> bool:
+        return self.arrays.ready() and self.scale.ready()
+
+    def counts(self) -> GradientCounts:
+        by_place = dict(zip(self.places, (row for array in self.arrays.arrays() for row in array), strict=True))
+        rows = tuple(
+            CountedGradients(
+                layer=layer,
+                family=family,
+                dtype=_NAMES.get(dtype, str(dtype).removeprefix("torch.")),
+                arrivals=self.rows[at].arrivals,
+                elements=self.rows[at].elements,
+                counts=by_place[at].astype(np.int64),
+            )
+            for at, (layer, family, dtype, _) in enumerate(self.keys)
+        )
+        return GradientCounts(step=self.step, scale=self.scale.values()[0], rows=rows, notes=self.notes)

@@ -1,0 +1,329 @@
+"""Where inf or NaN came from in a step that was skipped: its gradients are looked at while they are there, and no others."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from amp_widgets.core.array_readback import ArrayReadback
+from amp_widgets.core.gradient_probe import gradient_node
+from amp_widgets.core.layers import inner_model
+from amp_widgets.core.memory.compiled import frames_compiled
+from amp_widgets.core.readback import Readback
+from amp_widgets.core.unseen import unseen
+
+Seen = Literal["arriving", "afterwards"]
+NAMES_KEPT = 32
+NOTES_KEPT = 10_000
+FOLLOWED_AFTER = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SkipNote:
+    """The gradients of a skipped step.
+
+    Attributes
+    ----------
+    step
+        Its number.
+    scale
+        The loss scale that was used.
+    loss_finite
+        Whether the loss, before it was scaled, was neither inf nor NaN; None where it is not known.
+    parameters
+        The parameters whose gradients have inf or NaN, the one whose gradient was produced first at the front; at most
+        `NAMES_KEPT` of them.
+    nonfinite, of
+        How many such parameters there are, and of how many with a gradient.
+    with_nan
+        How many of them have NaN, with or without inf.
+    seen
+        ``"arriving"``: as each gradient was produced. ``"afterwards"``: in the gradients as they were when the step was
+        skipped, into which clipping may have carried NaN from others.
+    order_of
+        The step whose order of production this is; None: the model's own, from the end.
+    """
+
+    step: int
+    scale: float
+    loss_finite: bool | None
+    parameters: tuple[str, ...]
+    nonfinite: int
+    of: int
+    with_nan: int
+    seen: Seen
+    order_of: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NoChecksNote:
+    """``scaler.step`` or ``scaler.update`` was refused in this step, as no gradient had been checked for inf.
+
+    Attributes
+    ----------
+    reason
+        What the error said.
+    """
+
+    step: int
+    reason: str
+
+
+class OverflowProbe:
+    """Notes of each skipped step which gradients had inf or NaN, and which of them was produced first.
+
+    In the other steps it does nothing at all. The order in which a backward pass produces gradients is learned in the first step,
+    and again in the step after each skip, which also looks at each gradient as it arrives: in a run of skips all but the first
+    are seen exactly as they came about. Nothing waits for the device.
+
+    Parameters
+    ----------
+    model
+        Whose parameters.
+    every_step
+        Look at the gradients of each step as they arrive, whether it is skipped or not. It takes that where only the device
+        knows of a skip (a fused optimizer on CUDA); else such skips are noted from the moment on that one is known of, for
+        `FOLLOWED_AFTER` steps.
+    """
+
+    def __init__(self, model: nn.Module, *, every_step: bool = False) -> None:
+        self.every_step = every_step
+        self._models: tuple[tuple[str, nn.Module], ...] = (("", model),)
+        self._order: tuple[int, dict[int, int]] | None = None  # of which step, and the rank of each parameter by its id
+        self._follow_steps = 1  # so many of the steps to come
+        self._following: _Followed | None = None
+        self._looked: _Looked | None = None
+        self._arriving: collections.deque[_Arriving] = collections.deque()
+        self._notes: collections.deque[SkipNote] = collections.deque(maxlen=NOTES_KEPT)
+        self._refused: collections.deque[NoChecksNote] = collections.deque(maxlen=NOTES_KEPT)
+        self._lock = threading.Lock()
+
+    @property
+    def notes(self) -> tuple[SkipNote, ...]:
+        """Of the skipped steps, as far as the numbers have arrived, the newest last. Never waits."""
+        self._take_in(wait=False)
+        return tuple(self._notes)
+
+    @property
+    def refused(self) -> tuple[NoChecksNote, ...]:
+        """The steps in which the scaler has refused to go on, as no gradient had been checked."""
+        return tuple(self._refused)
+
+    # ---- told by the loop, on the training thread ---------------------------------------------------------------------
+
+    def watch(self, models: Iterable[tuple[str, nn.Module]]) -> None:
+        """Look at these models' parameters from now on; where they are several, their names come first."""
+        self._models = tuple(models)
+        self._order, self._follow_steps = None, 1
+
+    def begin(self, step: int) -> None:
+        """A step begins, before its backward pass."""
+        self._looked = None
+        if self._following is not None:
+            self._stop_following()
+        if (self._follow_steps > 0 or self.every_step) and not frames_compiled():
+            self._follow_steps = max(self._follow_steps - 1, 0)
+            self._following = _Followed(self._models, step)
+
+    def skipping(self) -> None:
+        """The scaler is skipping an optimizer's step: the gradients are still there."""
+        if self._looked is None:
+            self._looked = self._look()
+
+    def refuse(self, step: int, reason: str) -> None:
+        """The scaler has raised an error, as no gradient was checked for inf."""
+        if not self._refused or self._refused[-1].step != step:
+            self._refused.append(NoChecksNote(step=step, reason=reason))
+
+    def end(
+        self, step: int, scale: Tensor | float | None, skipped: bool | None, loss: Tensor | None, found_inf: Tensor | None = None
+    ) -> None:
+        """The step is over.
+
+        Parameters
+        ----------
+        step
+            Its number.
+        scale
+            The scale used, on the device perhaps; None where the loss was not scaled.
+        skipped
+            None where only the device knows; then `found_inf` is above 0 if it was.
+        loss
+            Not scaled, on the device perhaps; None where it is not known.
+        """
+        followed = self._stop_following()
+        looked, self._looked = self._looked, None
+        if followed is not None and followed.order:
+            self._order = step, followed.order
+        if skipped or self._order is None:
+            self._follow_steps = max(self._follow_steps, 1)
+        if skipped is False:
+            return
+        if followed is not None and followed.flags:
+            looked = followed.looked()
+        elif looked is None and skipped:
+            looked = self._look()
+        values = Readback([1.0 if scale is None else scale, loss, found_inf])
+        self._arriving.append(_Arriving(step, looked, self._order, skipped, loss is not None, values))
+        self._take_in(wait=False)
+
+    def abandon(self) -> None:
+        """The step will not end."""
+        self._stop_following()
+        self._looked = None
+
+    def close(self) -> None:
+        """Let go of the model; what was noted stays."""
+        self.abandon()
+        self._models, self._follow_steps, self.every_step, self._order = (), 0, False, None
+        self._take_in(wait=True)
+
+    def _stop_following(self) -> _Followed | None:
+        followed, self._following = self._following, None
+        if followed is not None:
+            followed.stop()
+        return followed
+
+    def _look(self) -> _Looked:
+        names, ranks, gradients = [], [], []
+        for name, parameter in _named_parameters(self._models):
+            if parameter.grad is not None:
+                names.append(name)
+                ranks.append(id(parameter))
+                gradients.append(parameter.grad)
+        with unseen():
+            return _Looked("afterwards", names, ranks, _readback([_flags_of(gradient) for gradient in gradients]))
+
+    def _take_in(self, *, wait: bool) -> None:
+        with self._lock:
+            while self._arriving and (wait or self._arriving[0].ready()):
+                arrived = self._arriving.popleft()
+                if not arrived.was_skipped():
+                    continue
+                if arrived.skipped is None:  # known of it only now
+                    self._follow_steps = FOLLOWED_AFTER
+                if arrived.looked is not None:
+                    self._notes.append(arrived.note(arrived.looked))
+
+
+_FINITE, _INF, _NAN = 0, 1, 2
+
+
+def _named_parameters(models: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Parameter]]:
+    for prefix, model in models:
+        for name, parameter in inner_model(model).named_parameters():
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def _flags_of(gradient: Tensor) -> Tensor:
+    """0, or 1 for inf, or 2 for NaN, in int8 and one element, on the device."""
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        gradient = gradient._values()
+    finite = torch.isfinite(gradient).all()
+    return (~finite).to(torch.int8).add_(torch.isnan(gradient).any())
+
+
+def _readback(flags: Sequence[Tensor]) -> tuple[list[int], ArrayReadback]:
+    """The flags on their way, and in which order: those of one device together."""
+    by_device: dict[torch.device, list[int]] = {}
+    for at, flag in enumerate(flags):
+        by_device.setdefault(flag.device, []).append(at)
+    stacked = [torch.stack([flags[at] for at in places]) for places in by_device.values()]
+    return [at for places in by_device.values() for at in places], ArrayReadback(stacked)
+
+
+@dataclasses.dataclass(slots=True)
+class _Looked:
+    """What was seen in a step's gradients, by parameter; the flags perhaps still on the device."""
+
+    seen: Seen
+    names: list[str]
+    ids: list[int]
+    flags: tuple[list[int], ArrayReadback]
+
+
+class _Followed:
+    """A step in which each gradient is looked at as it arrives."""
+
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], step: int) -> None:
+        self.step = step
+        self.order: dict[int, int] = {}
+        self.flags: dict[int, list[Tensor]] = {}  # of each parameter, one for each arrival
+        self._names: dict[int, str] = {}
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []
+        self._over = False
+        for name, parameter in _named_parameters(models):
+            node = gradient_node(parameter)
+            if node is not None:
+                self._names[id(parameter)] = name
+                self._handles.append(node.register_prehook(functools.partial(self._arrived, id(parameter))))
+                self._nodes.append(node)
+
+    def stop(self) -> None:
+        self._over = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+    def looked(self) -> _Looked:
+        with unseen():
+            flags = [torch.stack(found).amax() if len(found) > 1 else found[0] for found in self.flags.values()]
+            return _Looked("arriving", [self._names[one] for one in self.flags], list(self.flags), _readback(flags))
+
+    def _arrived(self, one: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None or self._over:
+            return
+        try:
+            with unseen():
+                flags = _flags_of(gradient)
+        except Exception:  # a foreign tensor may do anything; it is not looked at then
+            return
+        self.order.setdefault(one, len(self.order))
+        self.flags.setdefault(one, []).append(flags)
+
+
+@dataclasses.dataclass(slots=True)
+class _Arriving:
+    step: int
+    looked: _Looked | None
+    order: tuple[int, dict[int, int]] | None
+    skipped: bool | None
+    loss_known: bool
+    values: Readback
+
+    def ready(self) -> bool:
+        return self.values.ready() and (self.looked is None or self.looked.flags[1].ready())
+
+    def was_skipped(self) -> bool:
+        return self.skipped if self.skipped is not None else self.values.values()[2] > 0
+
+    def note(self, looked: _Looked) -> SkipNote:
+        scale, loss, _ = self.values.values()
+        places, readback = looked.flags
+        flags = dict(zip(places, (flag for array in readback.arrays() for flag in array), strict=True))
+        ranks = {} if self.order is None else self.order[1]
+        count = len(looked.names)
+        # what was not seen then comes last, from the end of the model on
+        places = sorted(range(count), key=lambda at: (ranks.get(looked.ids[at], len(ranks)), -at))
+        found = [looked.names[at] for at in places if flags[at] != _FINITE]
+        return SkipNote(
+            step=self.step,
+            scale=scale,
+            loss_finite=abs(loss) < float("inf") if self.loss_known else None,
+            parameters=tuple(found[:NAMES_KEPT]),
+            nonfinite=len(found),
+            of=count,
+            with_nan=sum(int(flag) == _NAN for flag in flags.values()),
+            seen=looked.seen,
+            order_of=None if self.order is None else self.order[0],
+        )
