@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.display_functions import DisplayHandle, display
+from torch import nn
 
 from amp_widgets import kernel
 from amp_widgets.capture.capture import Capture
@@ -54,6 +55,7 @@ class CapturedCell:
         self._mapped = False
         self._requests: list[tuple[Mapping[str, Any], int | None]] = []
         self._budget: float | None = None
+        self._made: AmpSession | None = None  # the newest; whether it trains is not known yet
         self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
         self._picture: Picture | None = None
         self._shown = False
@@ -64,7 +66,7 @@ class CapturedCell:
         first = display(_Sentence("amp_widgets: waiting for this cell to train a model."), display_id=True)
         self._places = [first, display(_Sentence(""), display_id=True)]
         capture = Capture(
-            AmpSession, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
+            self._make, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
         )
         ended = False
         try:
@@ -91,6 +93,11 @@ class CapturedCell:
         self._requests.append((changes, at_step))
         return changes
 
+    @property
+    def budget(self) -> float | None:
+        """Bytes that a step may hold; None for no budget."""
+        return self._budget if self.session is None else self.session.memory_budget
+
     def set_budget(self, budget: float | None) -> None:
         """Set the session's `memory_budget`, also before the loop has begun.
 
@@ -99,10 +106,20 @@ class CapturedCell:
         SettingsError
             When the model's memory cannot have one, as far as the model is known.
         """
-        if self.session is None:
-            self._budget = budget
-        else:
-            self.session.memory_budget = budget
+        session = self.session or self._made
+        if session is not None and not session.closed:
+            session.memory_budget = budget
+        self._budget = budget
+
+    def _make(self, model: nn.Module) -> AmpSession:
+        """A session on what may be the model."""
+        self._made = session = AmpSession(model)
+        if self._budget is not None:
+            try:
+                session.memory_budget = self._budget
+            except SettingsError as error:
+                print(f"%amp budget: refused: {error}")
+        return session
 
     def _found(self, loop: LiveLoop) -> None:
         """The model is known: show the dashboard."""
@@ -117,11 +134,6 @@ class CapturedCell:
                 _ask(loop, changes, at_step)
             except SettingsError as error:  # only now that the model is known; the dashboard says it too, until the next change
                 print(f"%amp set: refused: {error}")
-        if self._budget is not None:
-            try:
-                loop.memory_budget = self._budget
-            except SettingsError as error:
-                print(f"%amp budget: refused: {error}")
         self._requests.clear()  # a second model in the cell is another story
         self._shown = True
         try:

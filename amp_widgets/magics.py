@@ -28,9 +28,10 @@ HELP = """\
                                    (--model: which of several models; --cpu: CUDA-only code, without a GPU)
 %amp set NAME=VALUE ...            ask for settings, in force from the next step: autocast=fp16 init_scale=2**16
                                    scaling=off growth_interval=100 max_scale=none
-                                   checkpointed=layers.0,layers.2 (or layers.*, or none)
+                                   checkpointed=layers.0,layers.2 (or layers.*, or none)  fp32_layers=**.norm
 %amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop
-%amp budget 200MB                  memory that a step on a CPU may hold: above it, it is out of memory (also: off)
+%amp budget 200MB                  memory that a step on a CPU may hold: above it, it is out of memory (also: off);
+                                   without a size: what it is
 %amp formats                       a number in each number format, bit by bit
 %amp close                         let go of the model"""
 
@@ -145,9 +146,10 @@ class AmpMagics(Magics):
         print(f"requested: {text}; in force from {when}{whose}")
 
     def _set_budget(self, words: list[str]) -> None:
-        if len(words) not in (1, 2):
-            raise MagicError("%amp budget: expected a size such as 200MB or 200e6, or off")
-        budget = parse_size("".join(words))
+        if not words:
+            self._show_budget()
+            return
+        budget = parse_size(" ".join(words))
         whose = ""
         if self._cell is not None:
             self._cell.set_budget(budget)
@@ -161,6 +163,19 @@ class AmpMagics(Magics):
             session.memory_budget = budget
             whose = f" of the session on {session.model_type}"
         print(f"memory budget{whose}: {'off' if budget is None else memory_text(budget)}, from the next step on")
+
+    def _show_budget(self) -> None:
+        session = newest_session()
+        if self._cell is not None:
+            budget = self._cell.budget
+            print(f"memory budget: {'off' if budget is None else memory_text(budget)}")
+        elif session is None:
+            print("memory budget: there is no session yet; %amp budget 200MB in a %%amp cell, above its loop, sets one")
+        else:
+            budget = session.memory_budget
+            print(f"memory budget of the session on {session.model_type}: {'off' if budget is None else memory_text(budget)}")
+            if session.budget_gap is not None:
+                print(session.budget_gap)
 
     def _adopt(self, make: Any) -> None:
         session = make()
@@ -263,7 +278,7 @@ def parse_size(text: str) -> float | None:
 def _parse(name: str, text: str) -> Any:
     if name == "autocast":
         return text
-    if name == "checkpointed":
+    if name in ("checkpointed", "fp32_layers"):
         if text[:1] + text[-1:] in ("[]", "()"):
             text = text[1:-1]
         return () if text.lower() in ("", "none") else tuple(part.strip(" '\"") for part in text.split(",") if part.strip())
@@ -326,7 +341,7 @@ def _show_status() -> None:
     print(f"{session!r}; run: {state.run}")
     print(
         f"in force: autocast {settings.autocast}, {scaling}, "
-        f"{len(settings.checkpointed)} of {len(state.layers)} layers checkpointed"
+        f"{len(settings.checkpointed)} of {len(state.layers)} layers checkpointed, {len(settings.fp32_layers)} kept in FP32"
     )
     if state.pending:
         print(f"waiting:  {describe_changes(state.pending)}")

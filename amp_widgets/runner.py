@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import copy
 import dataclasses
 import math
@@ -83,11 +84,28 @@ class Runner:
         What to train.
     on_end
         Called on the training thread when a run has ended, however it did; the next run waits for its return.
+    on_boundary
+        Called on the training thread before each step, and now and then while the run is paused.
+
+    Attributes
+    ----------
+    newest_batch
+        What the data have given last, where they have it; None before the first, and after a failure.
     """
 
-    def __init__(self, loop: LiveLoop, training: Training, *, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        loop: LiveLoop,
+        training: Training,
+        *,
+        on_end: Callable[[], None] | None = None,
+        on_boundary: Callable[[], None] | None = None,
+    ) -> None:
         self._loop = loop
         self._on_end = on_end
+        self._on_boundary = on_boundary
+        self.newest_batch: Any = None
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._training = training
         self._first = _snapshot(loop, training)
         self._changed = threading.Condition()
@@ -198,6 +216,23 @@ class Runner:
             else:
                 self._restore()  # with the lock held: no run can begin meanwhile
 
+    def between_steps(self, job: Callable[[], None]) -> None:
+        """Call it when no step is in progress: at once where no run is alive, and none begins meanwhile.
+
+        While one is alive it is called at the next boundary or when the run ends, on the run's thread. It must raise nothing.
+        """
+        with self._changed:
+            if self._state in ALIVE:
+                self._jobs.append(job)
+                self._changed.notify_all()
+            else:
+                job()  # with the lock held, like a reset
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
+        """What makes the loss."""
+        return self._training.loss_fn
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended.
 
@@ -270,16 +305,18 @@ class Runner:
     def _end(self, ended: RunState) -> None:
         while True:
             with self._changed:
-                if not self._resetting:  # seen and entered under one lock: a reset comes before the end or finds no run
+                # seen and entered under one lock: a reset, or a job, comes before the end or finds no run
+                if not self._resetting and not self._jobs:
                     self._loop.own(None)
                     self._enter(ended, self._sentence if ended == "failed" else None)
                     return
             try:
-                self._reset_now()
+                self._do_what_waits()
             except BaseException as error:
                 ended = self._fail(error)
 
     def _fail(self, error: BaseException) -> RunState:
+        self.newest_batch = None  # nothing of a run that has failed is kept
         if self._error is None:  # the first is what went wrong
             self.error_text = "".join(traceback.format_exception(error)).rstrip()
             self._error = _without_frames(error, self.error_text)
@@ -289,6 +326,7 @@ class Runner:
         training = self._training
         device = self._loop.device
         for batch in self._all_batches():
+            self.newest_batch = batch
             if not self._may_step():
                 return "stopped"
             inputs, targets = _moved(batch, device)
@@ -326,9 +364,11 @@ class Runner:
     def _may_step(self) -> bool:
         """Whether to train a step now; waits here while paused. False when to stop."""
         while True:
+            if self._on_boundary is not None:
+                self._on_boundary()
             with self._changed:
-                resetting = self._resetting
-                if not resetting:
+                waits = self._resetting or bool(self._jobs)
+                if not waits:
                     if self._stopping:
                         return False
                     if not self._pausing:
@@ -337,18 +377,21 @@ class Runner:
                         self._steps_allowed -= 1
                         return True
                     self._enter("paused")  # under the lock that it was decided under: a resume comes before or after both
-            if resetting:
-                self._reset_now()
+            if waits:
+                self._do_what_waits()
                 continue
             self._loop.apply_pending()  # between steps, on this thread: no need to let it wait for the resume
             with self._changed:
-                if not (self._stopping or self._resetting or self._steps_allowed or not self._pausing):
+                if not (self._stopping or self._resetting or self._jobs or self._steps_allowed or not self._pausing):
                     self._changed.wait(_PAUSED_LOOK_S)  # a request does not notify: look now and then
 
-    def _reset_now(self) -> None:
+    def _do_what_waits(self) -> None:
         with self._changed:
-            self._resetting = False
-        self._restore()
+            resetting, self._resetting = self._resetting, False
+        if resetting:
+            self._restore()
+        while self._jobs:
+            self._jobs.popleft()()
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 

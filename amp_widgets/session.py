@@ -15,6 +15,10 @@ import torch
 from torch import nn
 
 from amp_widgets import kernel
+from amp_widgets.analysis.dtype_map import DtypeMap, dtype_map
+from amp_widgets.analysis.gradients import GradientRange
+from amp_widgets.analysis.inspections import Inspection, InspectionKind, Inspections
+from amp_widgets.analysis.overflow import diagnose, skip_runs
 from amp_widgets.analysis.parity import ParityReport, check
 from amp_widgets.analysis.precision import PrecisionReport, precision_cost
 from amp_widgets.analysis.preflight import Findings, preflight
@@ -25,7 +29,7 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.core.settings import describe_changes
-from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError
+from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError, SettingsError
 from amp_widgets.runner import Runner, Training, last_lines
 from amp_widgets.widgets.state import DashboardState
 
@@ -88,6 +92,10 @@ class AmpSession(LiveLoop):
         self.model_type = type(model).__name__
         self.release_later = kernel.when_shown
         self._runner: Runner | None = None
+        self._inspections = Inspections()
+        self.check_changes = False
+        """Whether a background run does a `check` by itself after each change of the checkpointed layers."""
+        self._seen_checkpointed = self.settings.checkpointed
         self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
         self._pump: kernel.CommPump | None = None
@@ -179,7 +187,7 @@ class AmpSession(LiveLoop):
         if self.run_state in ALIVE:
             raise RunError(f"fit: a run is {self.run_state}; stop it first: session.stop(); session.wait()")
         training = Training(model=self._model, optimizers=self._optimizers, batches=batches, loss_fn=loss_fn, epochs=epochs)
-        self._runner = Runner(self, training, on_end=self._release_interrupt)
+        self._runner = Runner(self, training, on_end=self._release_interrupt, on_boundary=self._look_for_change)
         if start:
             self.start()
 
@@ -303,7 +311,9 @@ class AmpSession(LiveLoop):
 
         Nothing is trained; everything is as before afterwards. See `amp_widgets.analysis.parity.check`.
         """
-        return check(self, batch, loss_fn)
+        report = check(self, batch, loss_fn)
+        self._inspections.keep("check", report, self.step)
+        return report
 
     def precision_cost(
         self,
@@ -319,6 +329,15 @@ class AmpSession(LiveLoop):
         """
         return precision_cost(self, batch, loss_fn, formats=formats, reference=reference)
 
+    def dtype_map(self, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> DtypeMap:
+        """Which format each operator takes, computes in and gives, which casts autocast inserts, and why.
+
+        Everything is as before afterwards. See `amp_widgets.analysis.dtype_map.dtype_map`.
+        """
+        taken = dtype_map(self, batch, loss_fn)
+        self._inspections.keep("dtype_map", taken, self.step)
+        return taken
+
     def preflight(
         self, batch: tuple[Any, Any] | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     ) -> Findings:
@@ -326,7 +345,107 @@ class AmpSession(LiveLoop):
 
         With a batch, one forward pass is watched, too. See `amp_widgets.analysis.preflight.preflight`.
         """
-        return preflight(self, batch, loss_fn)
+        found = preflight(self, batch, loss_fn)
+        self._inspections.keep("preflight", found, self.step)
+        return found
+
+    def inspect(self, kind: InspectionKind) -> None:
+        """Ask for one on the newest batch of the background run, from any thread; the result is in `inspection`.
+
+        While a run is alive it is made at the run's next boundary, on its thread; else at once, on the calling one.
+
+        Parameters
+        ----------
+        kind
+            ``"dtype_map"``, ``"check"`` or ``"preflight"``.
+
+        Raises
+        ------
+        RunError
+            When there is no batch to do it on; a preflight goes without.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("inspect")
+        if kind != "preflight" and self.why_no_batch is not None:
+            raise RunError(f"{kind}: {self.why_no_batch}")
+        runner = self._runner
+        if not self._inspections.ask(kind):
+            return
+        if runner is None:
+            self._inspections.carry_out(kind, self, None, None)
+        else:
+            runner.between_steps(functools.partial(self._inspect_now, runner, kind))
+
+    def inspection(self, kind: InspectionKind) -> Inspection:
+        """How that stands: the newest result, also of `check`, `dtype_map` and `preflight`, or why there is none."""
+        return self._inspections.of(kind)
+
+    @property
+    def why_no_batch(self) -> str | None:
+        """Why `inspect` has no batch to work on; None when it has one."""
+        if self._runner is None:
+            return (
+                "there is no batch to work on, as a loop of your own keeps its batches to itself; call session.dtype_map(batch, "
+                "loss_fn) or session.check(batch, loss_fn) in a cell, and the result is shown here"
+            )
+        return "there is no batch to work on yet; start the run first" if self._runner.newest_batch is None else None
+
+    def gradient_range(self, *, wait: bool = True) -> GradientRange | None:
+        """How large the gradients of the newest counted step are, and what another loss scale would make of them.
+
+        Parameters
+        ----------
+        wait
+            Wait for the device, if the numbers have not arrived; False takes the newest that have.
+
+        Returns
+        -------
+        GradientRange or None
+            None when no step was counted yet: see `count_gradients`.
+        """
+        counts = self.numerics.gradients.newest(wait=wait)
+        return None if counts is None else GradientRange.of(counts)
+
+    def count_gradients(self, every: int | None = None) -> None:
+        """Count the sizes of the gradients in steps to come: see `gradient_range`.
+
+        Parameters
+        ----------
+        every
+            None: in the step that begins next. Else in every so many-th step; 0: in none.
+
+        Raises
+        ------
+        SettingsError
+            When `every` is no whole number of steps.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("count_gradients")
+        if every is None:
+            self.numerics.gradients.count_next_step()
+        elif type(every) is int and every >= 0:
+            self.numerics.gradients.every = every
+        else:
+            raise SettingsError(
+                f"every: got {every!r}, expected a whole number of steps, 0 for none, or None; call count_gradients() for the "
+                "next step, and count_gradients(every=10) for every tenth"
+            )
+
+    def skip_report(self) -> tuple[str, ...]:
+        """Why steps were skipped, skips in a row taken together, and what is wrong with how the loss scale behaves.
+
+        Returns
+        -------
+        tuple of str
+            Sentences, the skips first, oldest first; empty when no step was skipped and nothing is wrong.
+        """
+        history, overflow = self.history, self.numerics.overflow
+        ranges = tuple(map(GradientRange.of, self.numerics.gradients.counts))
+        runs = skip_runs(history, overflow.notes, ranges)
+        wrong = diagnose(history, overflow.notes, overflow.refused, ranges)
+        return (*(f"{run.sentence}." for run in runs), *(f"{one.sentence}. {one.cause}." for one in wrong))
 
     # ---- the dashboard ----------------------------------------------------------------------------------------------
 
@@ -415,6 +534,18 @@ class AmpSession(LiveLoop):
         if self._runner is None:
             raise RunError(f"{verb}: there is no background run; prepare one with session.fit(dataloader, loss_fn)")
         return self._runner
+
+    def _inspect_now(self, runner: Runner, kind: InspectionKind) -> None:
+        self._inspections.carry_out(kind, self, runner.newest_batch, runner.loss_fn)
+
+    def _look_for_change(self) -> None:
+        """At a boundary of the run, on its thread."""
+        checkpointed = self.settings.checkpointed
+        if checkpointed == self._seen_checkpointed:
+            return  # hot
+        self._seen_checkpointed = checkpointed
+        if self.check_changes:
+            self.inspect("check")
 
     def _refuse_beside_a_cell(self, verb: str) -> None:
         # two loops would train one model at once, or one would find its weights changed in mid-step

@@ -198,6 +198,8 @@ def test_what_is_no_size(text: str) -> None:
 def test_budget(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MagicError, match="there is no session yet"):
         shell.run_line_magic("amp", "budget 1MB")
+    shell.run_line_magic("amp", "budget")
+    assert "there is no session yet" in capsys.readouterr().out
     model = put_model(shell)
     optimizer = shell.user_ns["optim"]
     session = AmpSession(model, optimizer)
@@ -209,10 +211,16 @@ def test_budget(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shell.run_line_magic("amp", "")
     said = capsys.readouterr().out
     assert "budget:   1.5 kB a step" in said
-    assert "died:     Out of memory at step 0 (fp32)" in said
+    assert "died:     Out of memory at step 0: the model, its gradients, the optimizer's state and the batch alone" in said
+    shell.run_line_magic("amp", "budget")
+    assert capsys.readouterr().out == "memory budget of the session on Sequential: 1.5 kB\n"
     shell.run_line_magic("amp", "budget off")
     assert session.memory_budget is None
-    for line in ("budget", "budget 0", "budget many bytes of it", "budget -1MB"):
+    shell.run_line_magic("amp", "budget")
+    assert "on Sequential: off" in capsys.readouterr().out
+    with pytest.raises(MagicError, match="got '100MB extra', expected a size"):
+        shell.run_line_magic("amp", "budget 100MB extra")
+    for line in ("budget 0", "budget many bytes of it", "budget -1MB"):
         with pytest.raises((MagicError, SettingsError)):
             shell.run_line_magic("amp", line)
     session.close()

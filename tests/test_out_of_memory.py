@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import threading
 import traceback
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from amp_widgets.capture.capture import Capture
 from amp_widgets.core.memory.budget import MemoryBudgetError
@@ -734,6 +739,55 @@ class TestRealErrors:
         case.step()
         assert len(session.history) == 1
 
+    @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+    def test_where_no_step_is_measured(self, case: Case, phase: str) -> None:
+        """What the calls tell that the exception has left."""
+        case.session.close()
+        session = case.session = AmpSession(case.model, case.optimizer, memory_every=0)
+
+        def fails(*args: Any) -> None:
+            raise RuntimeError(self.TEXT)
+
+        if phase == "forward":
+            handle: Any = case.model[3].down.register_forward_pre_hook(fails)
+        elif phase == "backward":
+            handle = case.model[3].down.weight.register_hook(fails)
+        else:
+            handle = case.optimizer.register_step_pre_hook(fails)
+        with pytest.raises(RuntimeError) as raised:
+            case.step()
+        session.died(raised.value)
+        handle.remove()
+        found = session.out_of_memory
+        assert found is not None
+        assert (found.phase, found.layer) == (phase, "3.down" if phase == "forward" else "")
+        assert found.requested_bytes == 2.0**48
+
+    def test_in_a_scripted_function(self, case: Case) -> None:
+        """It arrives as a RuntimeError without a word of memory; what the meter has noted tells it from others."""
+
+        class Doubled(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * 2
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case.model[1] = torch.jit.script(Doubled())
+        case.session.close()
+        session = case.session = AmpSession(case.model, case.optimizer)
+        case.step()
+        session.memory_budget = 7_000
+        other = RuntimeError("The following operation failed in the TorchScript interpreter.")
+        assert not session.died(other)
+        case.optimizer.state.clear()
+        session.memory_budget = 1.5 * sum(p.nbytes for p in case.model.parameters())
+        with pytest.raises(RuntimeError) as raised:
+            case.step()
+        found = session.out_of_memory
+        assert found is not None
+        assert session.out_of_memory is found
+        assert raised.value is not None
+
     def test_an_old_error_is_none_of_this_loops(self, case: Case) -> None:
         """An interrupt of a loop whose meter tells of no death, with an earlier loop's error still in ``sys.last_exc``."""
         case.session.memory_budget = 1000
@@ -881,6 +935,263 @@ for _ in range(3):
         assert died == 1
         assert capture.session is not None
         assert len(capture.session.history) == 3
+
+
+class TestWhatIsKnownOfOptimizers:
+    """Sessions to which none was given."""
+
+    def test_state_from_before_counts_from_the_first_step_on(self) -> None:
+        case = Case()
+        case.step()
+        case.session.close()
+        state = sum(t.nbytes for values in case.optimizer.state.values() for t in values.values())
+        loss = nn.functional.cross_entropy
+
+        def loop() -> None:
+            for _ in range(3):
+                case.optimizer.zero_grad()
+                loss(case.model(case.x), case.y).backward()
+                case.optimizer.step()
+
+        def session_of(model: nn.Module) -> AmpSession:
+            session = AmpSession(model)
+            session.memory_budget = budget
+            return session
+
+        budget = 1e9
+        with Capture(session_of, on_found=lambda session: session.profile_next_step()) as capture:
+            loop()
+        session = capture.session
+        assert session is not None
+        peaks = session.history.columns("peak_bytes")["peak_bytes"]
+        assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
+        assert peaks[1] == peaks[2]
+        (profile,) = session.profiles
+        assert profile.peak_bytes_by_kind["optimizer"] == state
+        assert profile.bytes_by_kind[0][3] == state
+
+        budget = peaks[1] - 1
+        with pytest.raises(MemoryBudgetError), Capture(session_of) as capture:
+            loop()
+        session = capture.session
+        assert session is not None
+        found = session.out_of_memory
+        assert found is not None
+        assert found.step == 0
+        assert found.profile is not None
+        assert found.profile.bytes_by_kind[-1][3] == state
+
+    def test_state_that_the_loop_makes(self) -> None:
+        case = Case()
+        case.session.close()
+        case.optimizer.state.clear()
+        session = case.session = AmpSession(case.model)
+        session.memory_budget = 1e9
+        optimizers = [torch.optim.Adam(layer.parameters()) for layer in case.model]  # after the session
+        for step in range(3):
+            session.profile_next_step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with session.autocast():
+                loss = nn.functional.cross_entropy(case.model(case.x), case.y)
+            session.scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                session.scaler.step(optimizer)
+            session.scaler.update()
+            state = sum(t.nbytes for each in optimizers for values in each.state.values() for t in values.values())
+            profile = session.profiles[-1]
+            assert profile.bytes_by_kind[-1][3] == state
+            assert profile.bytes_by_kind[0][3] == (0 if step == 0 else state)
+
+    def test_several_models(self) -> None:
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 256), nn.Linear(256, 8)
+        optimizers = [torch.optim.Adam(model.parameters()) for model in (first, second)]
+
+        def loop() -> None:
+            for _ in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                second(first(torch.ones(4, 8)).relu()).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        loop()
+        state = sum(t.nbytes for each in optimizers for values in each.state.values() for t in values.values())
+        with Capture(AmpSession, on_found=lambda session: session.profile_next_step()) as capture:
+            loop()
+        session = capture.session
+        assert session is not None
+        peaks = session.history.columns("peak_bytes")["peak_bytes"]
+        assert peaks[0] == pytest.approx(peaks[2], rel=2e-3)
+        assert session.profiles[0].bytes_by_kind[0][3] == state
+
+    def test_they_are_not_kept_alive(self) -> None:
+        case = Case()
+        case.session.close()
+        case.session = AmpSession(case.model)
+        case.session.begin_step()
+        reference = weakref.ref(case.optimizer)
+        case.optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+        gc.collect()
+        assert reference() is None
+
+
+class Plain(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class TestModesOfTheUsers:
+    @pytest.mark.parametrize("mode", [Plain, lambda: FlopCounterMode(display=False)])
+    @pytest.mark.parametrize("phase", ["forward", "backward"])
+    def test_budget_holds_under_them(self, case: Case, mode: Callable[[], Any], phase: str) -> None:
+        peak = case.peaks()[phase]
+        places = []
+        for around in (contextlib.nullcontext, mode):
+            case.session.memory_budget = peak - 1
+            with around(), pytest.raises(MemoryBudgetError):
+                case.step()
+            found = case.session.out_of_memory
+            assert found is not None
+            assert case.session.budget_gap is None
+            places.append((found.phase, found.layer, found.operator, found.requested_bytes, found.allocated_bytes))
+            case.session.memory_budget = None
+            case.session.abandon_step()
+        assert places[0] == places[1]
+        assert places[0][0] == phase
+
+    def test_left_within_the_step(self, case: Case) -> None:
+        peak = max(case.peaks().values())
+        case.session.memory_budget = peak - 1
+        mode = Plain()
+        mode.__enter__()
+        with case.session.autocast():
+            loss = nn.functional.cross_entropy(case.model(case.x), case.y)
+        mode.__exit__(None, None, None)
+        with pytest.raises(MemoryBudgetError):
+            case.session.scaler.scale(loss).backward()
+
+    def test_a_gap_is_told(self, case: Case) -> None:
+        case.session.memory_budget = 1000
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            case.session.begin_step()
+        case.step()
+        assert case.session.budget_gap is not None
+        assert "FakeTensorMode" in case.session.budget_gap
+        (event,) = case.session.history.events("note")
+        assert event.reason == case.session.budget_gap
+        case.die(1000)
+        assert case.session.budget_gap is None
+
+
+class TestUnrelatedCode:
+    """What has nothing to do with training is not what the budget is for, wherever a step was left."""
+
+    BIG = 2_000_000
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+    @pytest.mark.parametrize("where", ["in forward", "after forward", "after backward", "after step"])
+    def test_after_an_exception(self, case: Case, where: str, error: type[BaseException]) -> None:
+        case.session.memory_budget = 3e6
+        case.step()
+
+        def fails(*args: Any) -> None:
+            raise error
+
+        def step() -> None:
+            case.optimizer.zero_grad()
+            handle = case.model[2].down.register_forward_pre_hook(fails) if where == "in forward" else None
+            try:
+                with case.session.autocast():
+                    loss = nn.functional.cross_entropy(case.model(case.x), case.y)
+            finally:
+                if handle is not None:
+                    handle.remove()
+            if where == "after forward":
+                fails()
+            case.session.scaler.scale(loss).backward()
+            if where == "after backward":
+                fails()
+            case.session.scaler.step(case.optimizer)
+            fails()
+
+        with pytest.raises(error) as kept:
+            step()
+        other = nn.Linear(10, 10)
+        for _ in range(3):
+            big = torch.ones(self.BIG)
+            assert other(big[:100].view(10, 10) * 2).sum() != 0
+            del big
+        assert kept.value is not None
+        assert case.session.out_of_memory is None
+        case.step()
+        assert len(case.session.history) == 2
+        assert case.session.out_of_memory is None
+
+    def test_after_a_death_in_an_optimizers_step(self) -> None:
+        case = Case(optimizer="SGD")
+        case.session.close()
+        optimizer = torch.optim.LBFGS(case.model.parameters(), max_iter=3)
+        session = case.session = AmpSession(case.model, optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(case.model(case.x), case.y)
+            loss.backward()
+            return loss
+
+        session.memory_budget = 1e9
+        optimizer.step(closure)
+        session.memory_budget = 0.7 * session.history.last("peak_bytes")
+        with pytest.raises(MemoryBudgetError):
+            optimizer.step(closure)
+        torch.ones(self.BIG)
+        torch.ones(self.BIG)
+        session.memory_budget = None
+        optimizer.step(closure)
+
+    def test_what_the_loop_makes_besides_counts(self, case: Case) -> None:
+        """It raises nothing; the next op of the training does, if too much is held."""
+        case.session.memory_budget = 3e6
+        with case.session.autocast():
+            outputs = case.model(case.x)
+            big = torch.ones(self.BIG)
+            with pytest.raises(MemoryBudgetError, match="more in the loss"):
+                nn.functional.cross_entropy(outputs, case.y)
+        found = case.session.out_of_memory
+        assert found is not None
+        assert found.phase == "loss"
+        assert found.allocated_bytes > big.nbytes
+        assert "the batch alone need" not in found.report[0]
+
+    def test_loss_of_a_function_of_the_users(self, case: Case) -> None:
+        peaks = []
+        for budget in (1e9, None):
+            case.session.memory_budget = budget or peaks[0] - 1
+            with case.session.autocast():
+                outputs = case.model(case.x)
+                step = case.session._meter._step  # type: ignore[attr-defined]
+                if budget is None:
+                    with pytest.raises(MemoryBudgetError, match="in the loss"):
+                        (outputs[:, None] - outputs[None]).square().mean()
+                    break
+                loss = (outputs[:, None] - outputs[None]).square().mean()
+            peaks.append(step.peak_bytes)
+            del outputs, loss
+            case.session.abandon_step()
+
+    def test_another_budget_holds_at_once(self, case: Case) -> None:
+        case.session.memory_budget = 1e9
+        with case.session.autocast():
+            case.model(case.x)
+            case.session.memory_budget = 1000
+            with pytest.raises(MemoryBudgetError):
+                case.model(case.x)
+            case.session.memory_budget = None
+            loss = case.model(case.x).sum()
+        case.session.scaler.scale(loss).backward()
+        assert case.session.memory_budget is None
 
 
 class TestThreads:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_widgets as aw
@@ -138,11 +139,20 @@ def test_a_step_that_could_not_be_measured_is_said(session: AmpSession) -> None:
 
     train_step(session, model, optimizer)
     assert session.dashboard_state().notes == ()
-    with FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):  # comes first, and ours sees what it runs
         train_step(session, model, optimizer)
-    assert session.dashboard_state().notes == (
-        "The memory of the last step was not measured: another dispatch mode was active when the step began.",
-    )
+    assert session.dashboard_state().notes == ()
+    session.memory_budget = 1e9
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            session.begin_step()
+        train_step(session, model, optimizer)
+        because = "torch's FakeTensorMode was active when the step began, under which ops are traced or faked"
+        assert session.dashboard_state().notes == (
+            f"The memory of the last step was not measured: {because}.",
+            f"The memory budget is not watched: {because}.",
+        )
+    assert [event.reason for event in session.history.events("note")] == [f"The memory budget is not watched: {because}."]
     train_step(session, model, optimizer)
     assert session.dashboard_state().notes == ()
 

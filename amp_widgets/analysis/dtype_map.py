@@ -80,6 +80,13 @@ class OperatorDtypes:
     on_cuda: AutocastList | None
 
     @property
+    def text(self) -> str:
+        """The operator, and the custom Function that it is in."""
+        if not self.function:
+            return self.operator
+        return f"{self.function} (autograd.Function)" if self.function == self.operator else f"{self.operator} in {self.function}"
+
+    @property
     def inserted(self) -> bool:
         """Whether its casts are autocast's, and not written in the code."""
         return self.reason != "written"
@@ -159,7 +166,7 @@ class DtypeMap:
         for row in self.rows[:_SHOWN]:
             line = (
                 row.layer,
-                operator_text(row),
+                row.text,
                 str(row.calls or ""),
                 "+".join(row.dtypes_in),
                 "+".join(row.compute),
@@ -220,13 +227,6 @@ def dtype_map(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> 
     )
 
 
-def operator_text(row: OperatorDtypes) -> str:
-    """The operator, and the custom Function that it is in."""
-    if row.function == row.operator:
-        return f"{row.function} (autograd.Function)"
-    return f"{row.operator} in {row.function}" if row.function else row.operator
-
-
 _SHOWN = 60
 _WORDS = (0, 1, 3, 4, 5, 7, 9, 10)
 
@@ -259,6 +259,8 @@ def _why(seen: Seen, device_type: str) -> str:
             text = "autocast is off"
         case "lower":
             text = f"{name} is on {whose}'s lower-precision list"
+            if seen.compute == ("fp32",):
+                text += "; the implementation taken here casts to fp32 again"
         case "fp32":
             text = f"{name} is on {whose}'s fp32 list"
         case "promote":

@@ -136,7 +136,7 @@ class LayerRange:
         -----
         Exact for what was looked at where `scale` differs by a power of two, but for two things: fp16 rounds the largest
         thousandth below 2^-14 up to it; and what is below 2^-126 is taken to be spread evenly there. With other factors, a bucket
-        that an edge goes through is taken to be spread evenly.
+        that an edge goes through is taken to be spread evenly over its exponents.
 
         Raises
         ------
@@ -198,13 +198,14 @@ class LayerRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafeScale:
-    """Loss scales, powers of two, that suit the gradients of a step. None: there is none between 1 and 2^40.
+    """Loss scales, powers of two, that suit the gradients of a step.
+
+    None: there is none between 1 and 2^40; or some gradients were inf or NaN, and how large they would have been is not known.
 
     Attributes
     ----------
     largest
-        The largest at which nothing overflows, with the margin that was asked for. What has overflowed already is not known in
-        its size: with inf among the gradients it is at most half of the scale that they had.
+        The largest at which nothing overflows, with the margin that was asked for.
     least_loss
         The one up to there at which the fewest become zero, then the fewest lose bits; of equals the smallest.
     """
@@ -314,12 +315,9 @@ class GradientRange:
         rows = (*self.at_stake, *self.parameters)
         largest = max((row.largest for row in rows), default=0.0)
         total = self.total
-        if not largest:
+        if not largest or any(row.infs or row.nans for row in rows):
             return SafeScale(largest=None, least_loss=None)
-        highest = _power_below(zones.overflow / margin / largest * self.scale)
-        if any(row.infs or row.nans for row in rows):
-            highest = min(highest, _power_below(self.scale))
-        highest = min(highest, MOST_EXPONENT)
+        highest = min(_power_below(zones.overflow / margin / largest * self.scale), MOST_EXPONENT)
         if highest < 0:
             return SafeScale(largest=None, least_loss=None)
         found = {exponent: total.shares(2.0**exponent, format) for exponent in range(highest + 1)}
@@ -444,7 +442,7 @@ def _part_below(bound: float, *, included: bool) -> npt.NDArray[np.float64]:
         parts[:first] = 1.0
         parts[first] = 1.0 if way else float(included)
         cut = 1 - 2 * _TOP
-        parts[first + 1] = min(way / cut, 1.0)
+        parts[first + 1] = min(math.log2(1 + way) / math.log2(1 + cut), 1.0)  # even in the exponent, as gradients mostly are
         parts[first + 2] = max((way - cut) / (1 - cut), 0.0)
     return parts
 
@@ -463,21 +461,28 @@ def _sentences(found: GradientRange, scale: float, format: HalfFormat) -> Iterab
     if not found.outputs:
         yield f"Step {found.step:,}: no gradient with respect to a layer's output was seen"
         return
-    at = f"scale {format_scale(scale)}" if scale != 1 else "scale 1, which is without scaling"
+    if shares.nonfinite:
+        yield (
+            f"{percent(shares.nonfinite)} of the gradients were inf or NaN at {_at(found.scale)}: how large they would have been "
+            "is not known"
+        )
     if shares.counted:
-        loses = f"{percent(shares.flushed)} of the gradients become zero, {percent(shares.subnormal)} keep fewer bits"
+        who = "" if shares.nonfinite else " of the gradients"
+        loses = f"{percent(shares.flushed)}{who} become zero, {percent(shares.subnormal)} keep fewer bits"
         too_large = "none overflows" if not shares.overflow else f"{percent(shares.overflow)} overflow: the step would be skipped"
-        yield f"{format} at {at}: {loses}, {too_large}"
+        yield f"{format} at {_at(scale)}{', of the others' if shares.nonfinite else ''}: {loses}, {too_large}"
     else:
-        yield "All gradients are zero, inf or NaN"
-    if shares.zeros:
+        yield "The others are zero" if shares.nonfinite else "All gradients are zero"
+    if shares.zeros and shares.counted:
         said = f"{percent(shares.zeros)} were zero already when they were counted, and are not in these shares"
         because = ""
         if found.in_half:
             because = (
-                f": those that had become zero at scale {format_scale(found.scale)} are among them and cannot be told from true "
+                f": those that had become zero at {_at(found.scale)} are among them and cannot be told from true "
                 "zeros; a step in fp32 or bf16, or one at a higher scale, shows them"
             )
         yield said + because
-    if shares.nonfinite:
-        yield f"{percent(shares.nonfinite)} were inf or NaN when they were counted: how large they would have been is not known"
+
+
+def _at(scale: float) -> str:
+    return f"scale {format_scale(scale)}" if scale != 1 else "scale 1 (no scaling)"

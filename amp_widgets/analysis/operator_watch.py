@@ -185,8 +185,19 @@ class OperatorWatch:
         return torch._C._current_graph_task_id() != -1
 
     def _recomputes(self) -> bool:
-        """Whether what is called within a backward pass is a forward pass again; a custom Function's own has no gradients on."""
-        return torch.is_grad_enabled() or (self._depth is not None and len(self._inside) > self._depth)
+        """Whether what is called within a backward pass is a forward pass again.
+
+        A recompute has gradients on, as has a backward pass that is to have a graph itself. In torch's checkpointing it has
+        hooks for saved tensors in force, or is the backward of a Function, if it is the reentrant one.
+        """
+        if self._depth is not None and len(self._inside) > self._depth:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return True
+        function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
+        return function is not None and function.__module__ == "torch.utils.checkpoint"
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
@@ -205,21 +216,17 @@ class OperatorWatch:
         first = torch._C._autograd._get_sequence_nr()
         try:
             output = function(*args, **kwargs)
+        except BaseException:
+            if again:  # torch stops a recompute in the last operator that is needed
+                _count(self._like(call), call, again=True)
+            raise
         finally:
             self._call = None
         seen = self._note(call, _formats(output) or _formats(output, floating=False))
-        if seen is not None:
-            if again:
-                seen.recompute_calls += 1
-                seen.recompute_casts += call.casts
-                seen.recompute_cast_bytes += call.cast_bytes
-            else:
-                seen.calls += 1
-                seen.casts += call.casts
-                seen.cast_bytes += call.cast_bytes
-            if torch._C._autograd._get_sequence_nr() > first:
-                self._mark(seen, first)
-                self._mark(call.layer)
+        _count(seen, call, again=again)
+        if seen is not None and torch._C._autograd._get_sequence_nr() > first:
+            self._mark(seen, first)
+            self._mark(call.layer)
         return output
 
     def dispatched(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -235,8 +242,8 @@ class OperatorWatch:
             call = _Call(operator=_name_of(op), layer=layer, inputs=_formats((args, kwargs)), on=False, known=False)
             call.see(op, args, kwargs, output)
             seen = self._note(call, _formats(output))
+            _count(seen, call, again=self._in_backward())
             if seen is not None and not self._in_backward():
-                seen.calls += 1
                 self._mark(seen, torch._C._autograd._get_sequence_nr() - 1)
                 self._mark(layer)
 
@@ -260,6 +267,11 @@ class OperatorWatch:
                 ops=tuple(_INSIDE.get(op, op) for op in call.ops),
             )
         return self._seen[key]
+
+    def _like(self, call: _Call) -> Seen | None:
+        """What was seen of an earlier call with the same inputs."""
+        wanted = (call.layer, call.operator, _function_around(), call.inputs)
+        return next((seen for key, seen in self._seen.items() if key[:4] == wanted), None)
 
     def _reason(self, call: _Call) -> tuple[Reason, str]:
         if not call.known:
@@ -348,6 +360,19 @@ class _Call:
             self.compute += [one for one in _formats((args, kwargs)) if one not in self.compute]
 
 
+def _count(seen: Seen | None, call: _Call, *, again: bool) -> None:
+    if seen is None:
+        return
+    if again:
+        seen.recompute_calls += 1
+        seen.recompute_casts += call.casts
+        seen.recompute_cast_bytes += call.cast_bytes
+    else:
+        seen.calls += 1
+        seen.casts += call.casts
+        seen.cast_bytes += call.cast_bytes
+
+
 class _Above(TorchFunctionMode):
     """Sees what is called in Python, innermost: functions of torch that are written in Python are followed into."""
 
@@ -407,7 +432,10 @@ _CAST_INPUTS = cast_inputs.__code__
 _ACCUMULATES = 2**63
 _TO_COPY = torch.ops.aten._to_copy.default
 _FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_INSIDE = {"_log_softmax": "log_softmax", "_softmax": "softmax", "convolution": "_convolution"}
+_INSIDE = {
+    "_log_softmax": "log_softmax", "_softmax": "softmax", "convolution": "_convolution", "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+}  # fmt: skip
 """What a composite operator calls, by what is seen of it below autocast."""
 _MOVES_ONLY = frozenset({
     "clone", "copy_", "_unsafe_view", "detach", "alias", "lift_fresh", "lift_fresh_copy", "_to_copy", "empty", "empty_like",

@@ -259,12 +259,14 @@ def scale_without_bound(history: History, runs: Sequence[SkipRun] = (), ranges: 
 def nan_whatever_the_scale(history: History, runs: Sequence[SkipRun]) -> Diagnosis | None:
     """Steps are skipped again and again for NaN that is not an overflow's: the loss has it, or the scale had been good before."""
     good = _good_scales(history)
+    grown = {event.step for event in history.events("scale_changed") if event.detail["to"] > event.detail["from"]}
     bad = [step for run in runs for step in run.steps if step.loss_finite is False]
     bad += [
         step
         for run in runs
         for step in run.steps
-        if step.of and step.nan and step.loss_finite is not False and good(run.first_step) >= step.scale
+        if step.of and step.nan and step.loss_finite is not False
+        if run.first_step not in grown and good(run.first_step) >= step.scale
     ]
     bad.sort(key=lambda step: step.step)
     if len(bad) < RECURRING:

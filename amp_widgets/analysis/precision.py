@@ -301,7 +301,7 @@ def _run_reference(tried: Trial, reference: str) -> _Known:
         with _watching(model, known.see):
             known.outcome = tried.run("fp32", model=model, loss_fn=loss_fn, dtype=torch.float64)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, RunError):
             raise
         raise RunError(
             f"precision_cost: the model does not run in double precision, {type(error).__name__}: {error}; use reference='fp32'"

@@ -13,7 +13,7 @@ from torch import nn
 
 from amp_widgets.analysis.rehearsal import LOSS, MODEL, Rehearsal, rehearse
 from amp_widgets.analysis.table import table_html
-from amp_widgets.analysis.trial import LossFunction, check_idle, is_compiled_function, trial
+from amp_widgets.analysis.trial import LossFunction, check_batch, check_idle, check_loss_fn, is_compiled_function, trial
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import inner_model, named_layers
 from amp_widgets.core.loop import LiveLoop
@@ -101,9 +101,13 @@ def preflight(loop: LiveLoop, batch: tuple[Any, Any] | None = None, loss_fn: Los
     Raises
     ------
     RunError
-        When a step is in progress, a run is training, or the batch is no pair.
+        When a step is in progress, a run is training, the batch is no pair, or the loss is not one number.
     """
     model = check_idle(loop, "preflight")
+    if batch is not None:
+        check_batch(batch, "preflight")
+    if loss_fn is not None:
+        check_loss_fn(loss_fn, "preflight")
     subject = _Subject(
         loop=loop,
         model=model,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from amp_widgets.core.layers import is_glob, parts_match
-from amp_widgets.core.memory.profile import LayerProfile, StepProfile, memory_text
-from amp_widgets.errors import LayerError
+from amp_widgets.core.memory.profile import LayerProfile, StepProfile, check_profile, memory_text
+from amp_widgets.errors import AmpWidgetsError, LayerError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -44,16 +44,22 @@ class ProfiledStep(StepProfile):
 
         Raises
         ------
+        AmpWidgetsError
+            When `before` is no profile, or there is no such theme.
         MissingExtraError
             When plotly is not installed.
         """
+        if before is not None:
+            check_profile(before, "to_figure")
+        if theme not in ("light", "dark"):
+            raise AmpWidgetsError(f"to_figure: got {theme!r} as the theme, expected 'light' or 'dark'")
         from amp_widgets.charts.mountain import mountain_figure
 
         return mountain_figure((self,) if before is None else (before, self), title=title, theme=theme)
 
 
 class LayerProfiles(Sequence[LayerProfile]):
-    """The layers of a profiled step, in the model's order: a sequence that shows itself as a table.
+    """The model itself and its layers in a profiled step, in the model's order: a sequence that shows itself as a table.
 
     Parameters
     ----------
@@ -71,14 +77,18 @@ class LayerProfiles(Sequence[LayerProfile]):
     def of(cls, profile: StepProfile, pattern: str = "**") -> LayerProfiles:
         """Those whose name fits a name or glob: ``*`` stands for one part of a dotted name, ``**`` for any number of parts.
 
+        The model itself is ``"(model)"``, and among globs in ``"**"`` alone.
+
         Raises
         ------
         LayerError
             When none does.
         """
-        kept = [layer for layer in profile.layers if _fits(layer.name, pattern)]
+        if not isinstance(pattern, str):
+            raise LayerError(f"layer_profile: got {pattern!r} as layers, expected a name, or a glob such as '**'")
+        kept = [layer for layer in profile.layers if _fits(layer, pattern)]
         if not kept:
-            names = [layer.name for layer in profile.layers]
+            names = [layer.name for layer in profile.layers if not layer.whole]
             such_as = f"one of {', '.join(names[:6])}{', …' * (len(names) > 6)}" if names else "a model with layers"
             raise LayerError(f"layer_profile: no layer matches {pattern!r}, expected {such_as}, or a glob such as '**'")
         return cls(kept, label=profile.label)
@@ -135,8 +145,9 @@ class LayerProfiles(Sequence[LayerProfile]):
 _HEADINGS = ("layer", "type", "dtype", "parameters", "held", "output", "forward", "backward", "saves ≈", "costs ≈")
 _TEXT = (0, 1, 2)
 _ESTIMATES = (
-    "held: from forward to backward. saves ≈ and costs ≈ estimate what checkpointing the layer does: held without its output, "
-    "and its forward pass once more; where it is checkpointed, costs is its recompute, measured."
+    "Numbers include the layers inside a layer; (model) is the whole forward pass, without the loss. held: from forward to "
+    "backward. saves ≈ and costs ≈ estimate what checkpointing the layer does: held without its output, and its forward pass "
+    "once more; where it is checkpointed, costs is its recompute, measured."
 )
 
 
@@ -160,5 +171,7 @@ def _milliseconds(duration_s: float) -> str:
     return "" if math.isnan(duration_s) else f"{1e3 * duration_s:.2f} ms"
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return parts_match(name.split("."), pattern.split(".")) if is_glob(pattern) else name == pattern
+def _fits(layer: LayerProfile, pattern: str) -> bool:
+    if not is_glob(pattern):
+        return layer.name == pattern
+    return parts_match([] if layer.whole else layer.name.split("."), pattern.split("."))

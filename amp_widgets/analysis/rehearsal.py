@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from amp_widgets.analysis.trial import Trial
+from amp_widgets.analysis.trial import Trial, check_loss
 from amp_widgets.core.layers import inner_model, named_layers
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.settings import AutocastName
@@ -82,12 +82,14 @@ def rehearse(tried: Trial, autocast: AutocastName, device_type: str, *, with_los
 
     Raises
     ------
+    RunError
+        When the loss is not one number.
     Exception
         What the user's code raises also without autocast.
     """
     seen = Rehearsal(autocast=autocast)
     try:
-        _run(tried, seen, device_type, with_loss)
+        loss = _run(tried, seen, device_type)
     except Exception as error:
         if is_out_of_memory(error) or autocast == "fp32":
             raise
@@ -95,17 +97,19 @@ def rehearse(tried: Trial, autocast: AutocastName, device_type: str, *, with_los
         tried.begin()
         tried.forward("fp32")  # fails too where autocast is not to blame
         seen.error = words
+    else:
+        if with_loss:
+            seen.loss_dtype = check_loss(loss, graph=False).dtype
     return seen
 
 
-def _run(tried: Trial, seen: Rehearsal, device_type: str, with_loss: bool) -> None:
+def _run(tried: Trial, seen: Rehearsal, device_type: str) -> Any:
     watch = _Watch(seen, device_type)
     tried.begin()
     with watch.layers(tried.model), watch.checkpoints(), watch:
         loss = tried.forward(seen.autocast)
     watch.claim(loss, LOSS)
-    if with_loss and isinstance(loss, torch.Tensor):
-        seen.loss_dtype = loss.dtype
+    return loss
 
 
 class _Watch(TorchFunctionMode):

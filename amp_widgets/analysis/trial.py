@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class Trial:
     """One batch for one model, to be run again and again from the same state; made by `trial`."""
 
     def __init__(
-        self, loop: LiveLoop, model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, snapshot: _WholeSnapshot
+        self, loop: LiveLoop, model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, snapshot: Snapshot
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -77,8 +76,7 @@ class Trial:
     def begin(self) -> None:
         """Put everything back to where the trial began, but with no gradients."""
         self._snapshot.restore()
-        for parameter in self._snapshot.parameters():
-            parameter.grad = None
+        self._snapshot.clear_gradients()
 
     def run(
         self,
@@ -110,13 +108,10 @@ class Trial:
         self.begin()
         model = self.model if model is None else model
         loss = self.forward(autocast, model=model, loss_fn=loss_fn, dtype=dtype)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            got += " without a graph" if isinstance(loss, torch.Tensor) and loss.grad_fn is None else ""
-            raise RunError(f"loss_fn: got {got}, expected one number that depends on the model's parameters")
+        check_loss(loss)
         # As GradScaler does it: a scale in fp32 makes a scaled loss in fp32.
         scaled = loss if scale == 1.0 else loss * torch.full((), scale, dtype=torch.float32, device=loss.device)
-        with _region("fp32", self._device.type):
+        with region("fp32", self._device.type):
             scaled.backward()
         inner = inner_model(model)
         return Outcome(
@@ -138,16 +133,9 @@ class Trial:
         """The loss alone, with its graph, on a copy of the batch; nothing is put back before."""
         model = self.model if model is None else model
         loss_fn = self.loss_fn if loss_fn is None else loss_fn
-        with _region(autocast, self._device.type):
-            inputs, targets = pytree.tree_map(lambda leaf: self._copy(leaf, dtype), self._batch)
+        with region(autocast, self._device.type):
+            inputs, targets = copy_of_batch(self._batch, self._device, dtype)
             return loss_fn(model(inputs), targets)
-
-    def _copy(self, leaf: Any, dtype: torch.dtype | None) -> Any:
-        """A model may overwrite its input, and leave a gradient in it."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        wanted = dtype if leaf.is_floating_point() else None
-        return leaf.detach().to(device=self._device, dtype=wanted, copy=True).requires_grad_(leaf.requires_grad)
 
 
 @contextlib.contextmanager
@@ -172,31 +160,26 @@ def trial(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, backw
     RunError
         When it cannot be done now, or with this model.
     """
-    model = check_idle(loop, verb)
-    if isinstance(model, Together):
-        raise RunError(f"{verb}: this session controls several models, and it is not known which of them takes the batch")
+    model, pair = check_idle(loop, verb), check_batch(batch, verb)
+    check_loss_fn(loss_fn, verb)
+    check_one_model(model, verb)
     if loop.compiled or is_compiled_function(loss_fn):
         what = "the model" if loop.compiled else "loss_fn"
         raise RunError(
             f"{verb}: {what} is compiled by torch.compile, and compiled code cannot be followed layer by layer, nor does it draw "
             "the same random numbers; call it on a model that is not compiled"
         )
-    if backward and any(getattr(p, "_post_accumulate_grad_hooks", None) for p in nn.Module.parameters(model)):
-        raise RunError(
-            f"{verb}: parameters have hooks that run when their gradient is there and may step an optimizer, which could not be "
-            "taken back; remove them first"
-        )
-    pair = tuple(batch) if isinstance(batch, (tuple, list)) else ()
-    if len(pair) != 2:
-        got = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-        raise RunError(f"{verb}: got {got} as the batch, expected (inputs, targets)")
-    with loop.set_aside(), _WholeSnapshot(model, loss_fn, loop.optimizers) as snapshot:
-        made = Trial(loop, model, (pair[0], pair[1]), loss_fn, snapshot)
+    if backward:
+        check_hooks(model, verb)
+    with loop.set_aside(), Snapshot(model, loop.optimizers, loss_fn=loss_fn) as snapshot:
+        made = Trial(loop, model, pair, loss_fn, snapshot)
         active = made.checkpointed
+        kinds = [type(module) for module in model.modules()]  # held: that of a checkpointed layer is else made anew
         try:
             yield made
         finally:
             made.checkpoint(active)
+            del kinds
 
 
 def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
@@ -210,13 +193,121 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
     model = loop.model
     if model is None:
         raise RunError(f"{verb}: the session has no model any more, expected one that is not closed")
-    if getattr(loop, "run_state", "none") == "running":  # a session's
+    if getattr(loop, "run_state", "none") == "running" and not loop.owned_here:  # a session's; the run itself may, between steps
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
     if loop.step_in_progress:
         raise RunError(f"{verb}: a step is in progress; call it between steps, or pause the run first")
     if loop.trained_elsewhere:
         raise RunError(f"{verb}: your own loop is training this model in a cell; wait for its end or interrupt it first")
     return model
+
+
+def check_one_model(model: nn.Module, verb: str) -> None:
+    """Check that it can be called, and has parameters of which the shape is known.
+
+    Raises
+    ------
+    RunError
+        When not.
+    """
+    if isinstance(model, Together):
+        raise RunError(f"{verb}: this session controls several models, and it is not known which of them takes the batch")
+    if any(map(nn.parameter.is_lazy, (*nn.Module.parameters(model), *nn.Module.buffers(model)))):
+        raise RunError(f"{verb}: the model has parameters without a shape yet (a lazy module); run it once first: model(inputs)")
+
+
+def check_hooks(model: nn.Module, verb: str) -> None:
+    """Check that a backward pass steps no optimizer.
+
+    Raises
+    ------
+    RunError
+        When it may.
+    """
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in nn.Module.parameters(model)):
+        raise RunError(
+            f"{verb}: parameters have hooks that run when their gradient is there and may step an optimizer, which could not be "
+            "taken back; remove them first"
+        )
+
+
+def check_batch(batch: object, verb: str) -> tuple[Any, Any]:
+    """The inputs and the targets.
+
+    Raises
+    ------
+    RunError
+        When it is no pair.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        got = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else kind_of(batch)
+        raise RunError(f"{verb}: got {got} as the batch, expected (inputs, targets), for loss_fn(model(inputs), targets)")
+    return batch[0], batch[1]
+
+
+def check_loss_fn(loss_fn: object, verb: str) -> None:
+    """Check that it can be called.
+
+    Raises
+    ------
+    RunError
+        When not.
+    """
+    if not callable(loss_fn):
+        raise RunError(
+            f"{verb}: got {kind_of(loss_fn)} as loss_fn, expected a function for loss_fn(model(inputs), targets), such as "
+            "torch.nn.functional.cross_entropy"
+        )
+    if isinstance(loss_fn, type):
+        raise RunError(f"{verb}: got the class {loss_fn.__name__} as loss_fn, expected an object of it: {loss_fn.__name__}()")
+
+
+def check_loss(loss: object, *, graph: bool = True) -> torch.Tensor:
+    """The loss, if it is one that a backward pass can begin from.
+
+    Raises
+    ------
+    RunError
+        When not; without `graph`, also a number that depends on no parameter will do.
+    """
+    if not isinstance(loss, torch.Tensor):
+        problem = kind_of(loss)
+    elif loss.numel() != 1 or loss.is_complex():
+        problem = f"a {'complex ' * loss.is_complex()}tensor of shape {tuple(loss.shape)}"
+    elif graph and loss.grad_fn is None:
+        problem = f"a tensor of shape {tuple(loss.shape)} without a graph"
+    else:
+        return loss
+    raise RunError(
+        f"loss_fn: got {problem}, expected one number that depends on the model's parameters: a tensor with one element, such as "
+        "cross_entropy(output, targets) gives, without .item() and .detach()"
+    )
+
+
+def copy_of_batch(batch: tuple[Any, Any], device: torch.device, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """A batch of its own, as a model may overwrite its input and leave a gradient in it.
+
+    Parameters
+    ----------
+    batch
+        Its tensors and arrays are copied, also those in lists, tuples, dicts and what else torch's pytrees know.
+    device
+        Where the copies of tensors are put.
+    dtype
+        Of those with floating-point numbers; as they are without it.
+    """
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        wanted = dtype if leaf.is_floating_point() else None
+        return leaf.detach().to(device=device, dtype=wanted, copy=True).requires_grad_(leaf.requires_grad)
+
+    with torch.inference_mode(False):
+        inputs, targets = pytree.tree_map(copy_of, batch)
+    return inputs, targets
 
 
 def is_compiled_function(function: object) -> bool:
@@ -231,8 +322,14 @@ def loss_scale(loop: LiveLoop) -> float:
     return float(loop.scaler.get_scale()) if loop.scaler.is_enabled() else 1.0
 
 
+def kind_of(value: object) -> str:
+    """What it is, for messages: ``"a Tensor"``, ``"an int"``, ``"None"``."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 @contextlib.contextmanager
-def _region(autocast: AutocastName, device_type: str) -> Iterator[None]:
+def region(autocast: AutocastName, device_type: str) -> Iterator[None]:
     """An autocast region of its own, with gradients, also within one of the user's: neither finds casts that the other made."""
     torch.clear_autocast_cache()
     try:
@@ -240,54 +337,6 @@ def _region(autocast: AutocastName, device_type: str) -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
-
-
-class _WholeSnapshot:
-    """A `Snapshot` that also covers what a loss function has, and random generators that modules own."""
-
-    def __init__(self, model: nn.Module, loss_fn: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._whole = Together({"model": model, "loss": loss_fn}) if isinstance(loss_fn, nn.Module) else model
-        self._snapshot = Snapshot(self._whole, optimizers)
-        self._optimizers = optimizers
-        owned = {id(value): value for module in self._whole.modules() for value in vars(module).values()}
-        self._generators = [put_back for value in owned.values() if (put_back := _rewind(value)) is not None]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Of the model, of the loss function and of the optimizers."""
-        theirs = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        return [*nn.Module.parameters(self._whole), *theirs]
-
-    def restore(self) -> None:
-        self._snapshot.restore()
-        for put_back in self._generators:
-            put_back()
-
-    def __enter__(self) -> _WholeSnapshot:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-
-def _rewind(generator: object) -> Callable[[], None] | None:
-    """What sets a random generator to its state of now; None for other objects."""
-    if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
-    if isinstance(generator, torch.Generator):
-        tensor = generator.get_state()
-        return functools.partial(_set_generator, generator, tensor)
-    if isinstance(generator, np.random.Generator):
-        bits, kept = generator.bit_generator, generator.bit_generator.state
-        return lambda: setattr(bits, "state", kept)
-    if isinstance(generator, np.random.RandomState):
-        old = generator.get_state()
-        return lambda: generator.set_state(old)
-    return None
-
-
-def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
 
 
 def _random_states() -> dict[str, Any]:

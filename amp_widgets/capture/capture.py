@@ -37,10 +37,11 @@ class Capture:
     Parameters
     ----------
     make_session
-        Makes the loop for a model.
+        Makes the loop for a model. What does not change how the model computes, such as a memory budget, may be set there, and
+        holds from the first step on.
     on_found
         Is told of it before the second step begins, when it is known what the loop has: what is requested then is in force from
-        that step on.
+        that step on. Where memory runs out in the first step, when the block ends.
     model_name
         Which of several models to control: a variable's name (also ``trainer.model``), or a class's. None: those that are called
         until the second step begins, as parts of one.
@@ -453,7 +454,7 @@ class Capture:
         self._within = False
         if loop is None:
             return
-        if self._first_step_ended and not self._told and not loop.closed:
+        if not (self._told or loop.closed) and (self._first_step_ended or loop.out_of_memory is not None):
             self._tell(loop)
         loop.close()
 

@@ -50,11 +50,25 @@ class Death:
         """The place, not escaped."""
         return self.place or place_at(step, len(step.time_s) - 1)
 
+    def asked_bytes(self, step: StepLike) -> float:
+        """In use then, and what was requested besides."""
+        used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
+        return used + (self.requested_bytes if math.isfinite(self.requested_bytes) else 0.0)
+
     def needed_bytes(self, step: StepLike) -> float:
         """At least so many bytes the step would have needed."""
-        used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
-        more = self.requested_bytes if math.isfinite(self.requested_bytes) else 0.0
-        return max(used + more, float(peak_of(step)[1]))
+        return max(self.asked_bytes(step), float(peak_of(step)[1]))
+
+    def above_before(self, step: StepLike) -> str:
+        """That more than the budget was held earlier in the step, without a death; nothing where it was not."""
+        highest = float(peak_of(step)[1])
+        if self.ceiling is None or not self.ceiling.name.startswith("budget") or highest <= self.ceiling.size_bytes:
+            return ""
+        budget = memory_text(self.ceiling.size_bytes)
+        return (
+            f"earlier in the step {memory_text(highest)} were held, more than the budget of {budget}: only what an operator "
+            "asks for is measured against it, not what was there before"
+        )
 
 
 def death_text(step: StepLike, death: Death) -> str:
@@ -65,20 +79,34 @@ def death_text(step: StepLike, death: Death) -> str:
     return f"out of memory {death.where(step)}".rstrip() + f": {memory_text(used)} in use{more}{limit}"
 
 
-def deaths_text(before: StepLike, after: StepLike, before_death: Death | None, after_death: Death | None) -> str:
-    """What became of a step that ran out of memory, or that one did; one of the two deaths at least. Not escaped."""
+def deaths_text(
+    before: StepLike, after: StepLike, before_death: Death | None, after_death: Death | None, ceiling: Ceiling | None
+) -> str:
+    """What became of a step that ran out of memory, or that one did; one of the two deaths at least. Not escaped.
+
+    Parameters
+    ----------
+    ceiling
+        What is in force now, which the second step is held against unless it died itself.
+    """
+    if after_death is not None:
+        ceiling = after_death.ceiling or ceiling
     parts = []
     for step, death in ((before, before_death), (after, after_death)):
-        peak = memory_text(peak_of(step)[1])
-        parts.append(f"peak {peak}" if death is None else f"out of memory at {memory_text(death.needed_bytes(step))}")
-    ceiling = next((one.ceiling for one in (after_death, before_death) if one is not None and one.ceiling is not None), None)
-    end = ""
-    if ceiling is not None and after_death is None:
+        if death is None:
+            parts.append(f"peak {memory_text(peak_of(step)[1])}")
+            continue
+        other = death.ceiling is not None and death.ceiling != ceiling
+        limit = f" ({death.ceiling.text})" if death.ceiling is not None and other else ""
+        parts.append(f"out of memory at {memory_text(death.asked_bytes(step))}{limit}")
+    if ceiling is None:
+        end = "; no budget is set now" if before_death is not None and before_death.ceiling is not None else ""
+    elif after_death is not None:
+        end = f": it does not fit ({ceiling.text})"
+    else:
         left = ceiling.size_bytes - peak_of(after)[1]
         verdict = f"it fits, {memory_text(left)} to spare" if left >= 0 else "it does not fit"
         end = f": {verdict} ({ceiling.text})"
-    elif ceiling is not None:
-        end = f": it does not fit ({ceiling.text})"
     return " → ".join(parts) + end
 
 
@@ -90,7 +118,8 @@ def ceiling_height(ceiling: Ceiling | None, highest: float) -> float:
 def ceiling_parts(ceiling: Ceiling, highest: float, stop: float, colours: Colours) -> tuple[list[Any], list[Any]]:
     """Shapes and annotations of a ceiling over x from 0 to `stop`."""
     font = {"size": 12, "color": colours.alarm}
-    note = {"text": f"<b>{escaped(ceiling.text)}</b>", "showarrow": False, "font": font, "name": "ceiling", "align": "left"}
+    note: dict[str, Any] = {"text": f"<b>{escaped(ceiling.text)}</b>", "showarrow": False, "font": font, "name": "ceiling"}
+    note |= {"align": "left", "bgcolor": colours.background, "borderpad": 1}
     if not ceiling_height(ceiling, highest):
         above = {"text": f"{escaped(ceiling.text)}, far above ↑", "xref": "paper", "yref": "paper", "x": 1, "y": 1, "xshift": -6}
         return [], [note | above | {"xanchor": "right", "yanchor": "top"}]
@@ -98,7 +127,7 @@ def ceiling_parts(ceiling: Ceiling, highest: float, stop: float, colours: Colour
         "type": "line", "xref": "x", "yref": "y", "x0": 0, "x1": stop, "y0": ceiling.size_bytes, "y1": ceiling.size_bytes,
         "line": {"color": colours.alarm, "width": 2, "dash": "10px,4px"}, "name": "ceiling",
     }  # fmt: skip
-    place = {"x": 0, "y": ceiling.size_bytes, "xanchor": "left", "yanchor": "bottom", "xshift": 6}
+    place = {"xref": "paper", "x": 0, "y": ceiling.size_bytes, "xanchor": "left", "yanchor": "bottom", "xshift": 6, "yshift": 2}
     return [line], [note | place]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,12 @@ def _extreme(x: Floats, y: Floats, count: int) -> _Indices:
         at = np.flatnonzero(y == np.repeat(extremes, sizes))
         found.append(at[np.unique(stretch[at], return_index=True)[1]])
     return np.concatenate(found)
+
+
+def kept_points(total: npt.NDArray[Any], limit: int, always: set[int]) -> npt.NDArray[np.intp]:
+    """About `limit` points by their positions: the lowest and the highest of stretches of equal length, and those `always`."""
+    if total.size <= limit:
+        return np.arange(total.size)
+    ends = np.linspace(0, total.size, max(limit // 2, 4) + 1).astype(np.intp)
+    extremes = [start + int(pick(total[start:end])) for start, end in itertools.pairwise(ends) for pick in (np.argmin, np.argmax)]
+    return np.array(sorted({*extremes, *always}), np.intp)

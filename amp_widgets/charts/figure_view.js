@@ -1,6 +1,7 @@
 // The page's side of FigureView (figure_view.py): draws what `figure` describes, in the page's theme and as wide as its place.
 
 const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "" };
+const LEGEND_PX = 24; // of one line: so much room for it every figure has
 const UPLOAD = "sendChartToCloud"; // would send all data of the figure to Plotly's server
 
 export default {
@@ -87,15 +88,111 @@ class FigurePage {
     if (this.shown !== figure) this.revision = (this.revision ?? 0) + 1;
     this.shown = figure;
     layout.uirevision = `figure ${this.revision}`;
-    await this.plotly.react(this.plot, data, layout, CONFIG);
+    this.described = { height: layout.height, top: layout.margin?.t ?? 0, notes: structuredClone(layout.annotations ?? []) };
+    layout.margin = { ...layout.margin, autoexpand: false }; // the room that Plotly makes for a legend, it does not take back
+    this.makeRoom(layout, this.legendPx ?? LEGEND_PX);
+    this.arranging = true;
+    try {
+      await this.plotly.react(this.plot, data, layout, CONFIG);
+      if (!this.listens) this.plot.on("plotly_relayout", () => this.arrange());
+      this.listens = true;
+    } finally {
+      this.arranging = false;
+    }
+    await this.arrange();
     this.draws += 1;
     this.root.dataset.draws = this.draws;
+  }
+
+  // The legend above the plot has as many lines as the width asks for, and the figure is as much higher.
+  makeRoom(layout, legendPx) {
+    const more = Math.max(0, legendPx - LEGEND_PX);
+    layout.height = this.described.height && this.described.height + more;
+    layout.margin.t = this.described.top + more;
+  }
+
+  // After each drawing and each zoom: room for the legend, and notes with an arrow where they are read.
+  async arrange() {
+    if (this.arranging || this.ended.signal.aborted) return;
+    this.arranging = true;
+    try {
+      const { legend, height } = this.plot._fullLayout;
+      const above = legend?.orientation === "h" && legend.yanchor === "bottom" && legend.y === 1;
+      const legendPx = above ? (this.plot.querySelector(".legend")?.getBBox().height ?? 0) : 0;
+      if (above && Math.abs(legendPx - (this.legendPx ?? LEGEND_PX)) > 2) {
+        this.legendPx = legendPx;
+        const room = { height, margin: {} };
+        this.makeRoom(room, legendPx);
+        await this.plotly.relayout(this.plot, { height: room.height, "margin.t": room.margin.t });
+      }
+      const moved = placedNotes(this.plot, this.described.notes);
+      if (Object.keys(moved).length) await this.plotly.relayout(this.plot, moved);
+    } finally {
+      this.arranging = false;
+    }
   }
 
   say(text) {
     this.note.textContent = text;
     this.note.hidden = text === "";
   }
+}
+
+/**
+ * What is to be changed, so that the notes with an arrow and a text are within the plot, and neither on each other nor on those
+ * without an arrow. `described`: the notes as the figure has them, which is tried first.
+ */
+function placedNotes(plot, described) {
+  const { _size: size, xaxis, yaxis, annotations = [] } = plot._fullLayout;
+  const within = plot.getBoundingClientRect();
+  const boxOf = (i) => {
+    const box = plot.querySelector(`.annotation[data-index="${i}"] .annotation-text-g .bg`)?.getBoundingClientRect();
+    return box?.width && { left: box.left - within.left - size.l, top: box.top - within.top - size.t, width: box.width, height: box.height };
+  };
+  const hasArrow = (note) => note.showarrow && note.text?.trim() && note.axref === "pixel";
+  const taken = annotations.map((note, i) => !hasArrow(note) && note.text?.trim() && note.text !== "<b>✕</b>" && boxOf(i)).filter(Boolean);
+  const moved = {};
+  annotations.forEach((note, i) => {
+    if (!hasArrow(note) || !described[i]) return;
+    const [x, y, box] = [xaxis.l2p(note.x), yaxis.l2p(note.y), boxOf(i)];
+    if (!box || x < 0 || x > size.w) return; // out of sight
+    const { width, height } = box;
+    const first = described[i];
+    const sides = first.xanchor === "right" ? ["right", "left"] : ["left", "right"];
+    const tries = [first.ay, -first.ay, -40, 40, -70, 70, -100, 100].flatMap((ay) => sides.map((side) => ({ side, ay })));
+    const boxes = tries.map(({ side, ay }) => {
+      const ax = side === "right" ? -Math.abs(first.ax) : Math.abs(first.ax);
+      const left = clamp(x + ax - (side === "right" ? width : 0), 0, size.w - width);
+      return { side, left, top: clamp(y + ay - height / 2, 0, size.h - height), width, height, wanted: [x + ax, y + ay] };
+    });
+    const cost = (one) => {
+      const [x0, y0] = one.wanted;
+      const shifted = Math.abs(one.left - (one.side === "right" ? x0 - width : x0)) + Math.abs(one.top + height / 2 - y0);
+      const hides = x >= one.left - 2 && x <= one.left + width + 2 && y >= one.top - 2 && y <= one.top + height + 2;
+      return taken.reduce((sum, other) => sum + overlap(one, other), 0) * 10 + (hides ? 5000 : 0) + shifted;
+    };
+    const best = boxes.reduce((kept, one) => (cost(one) < cost(kept) ? one : kept));
+    taken.push(best);
+    const ax = best.left + (best.side === "right" ? width : 0) - x;
+    const ay = best.top + height / 2 - y;
+    const put = { ax, ay, xanchor: best.side, align: best.side };
+    for (const [key, value] of Object.entries(put)) {
+      const has = annotations[i][key];
+      if (typeof value === "number" ? Math.abs(value - has) > 1 : value !== has) moved[`annotations[${i}].${key}`] = value;
+    }
+  });
+  return moved;
+}
+
+function clamp(value, least, most) {
+  return Math.max(least, Math.min(value, most));
+}
+
+// How many square pixels two boxes share.
+function overlap(one, other) {
+  const across = Math.min(one.left + one.width, other.left + other.width) - Math.max(one.left, other.left);
+  const down = Math.min(one.top + one.height, other.top + other.height) - Math.max(one.top, other.top);
+  return across > 0 && down > 0 ? across * down : 0;
 }
 
 // Set what is at the end of the path, a list of keys.

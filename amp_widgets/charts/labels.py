@@ -84,6 +84,8 @@ def _change(name: str, value: Any) -> str:
             return "no cap" if value is None else f"cap {_number(value)}"
         case "checkpointed" if isinstance(value, (list, tuple)):
             return f"{len(value)} layer{'' if len(value) == 1 else 's'}"
+        case "fp32_layers" if isinstance(value, (list, tuple)):
+            return f"{len(value)} in fp32"
         case _:
             return f"{name} {_number(value)}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from amp_widgets.charts import look, peaks
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height, ceiling_parts, death_parts, death_text, deaths_text
+from amp_widgets.charts.decimate import kept_points
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike
@@ -30,9 +30,9 @@ TITLE_PX = 28
 MARGIN_PX = {"t": 64, "b": 62, "l": 64, "r": 34}
 MOST_POINTS = 600
 """A mountain has about this many points: there are not more pixels. Peak and the ends of phases are among them."""
-BRACKET_AT = 103.0
+BRACKET_AT = 102.0
 """Right of the step, where the distance of two peaks is drawn."""
-ROOM = 13.0
+ROOM = 16.0
 """Right of the step, for the distance and its words."""
 HEADROOM = 1.30
 DEATH_ROOM = 1.42
@@ -41,6 +41,10 @@ CEILING_ROOM = 1.12
 """Times as high as it is what is drawn above a ceiling."""
 NARROW = 14.0
 """The name of a phase that is not so wide may be wider."""
+RIGHTMOST = 70.0
+"""A note that is to the right of a peak further to the right would not have room."""
+SMALLEST_GAP = 0.25
+"""Of the height: two notes on the same side need so much."""
 SMALLEST_BRACKET = 0.05
 """Of the height: with a smaller distance there is no room for its arrow."""
 LAYER_CHARACTERS, OPERATOR_CHARACTERS, LABEL_CHARACTERS, NOTE_CHARACTERS, LEGEND_CHARACTERS = 60, 40, 48, 36, 12
@@ -118,14 +122,14 @@ def mountain_figure(
     height = max(highest, ceiling_height(ceiling, highest))
     headroom = DEATH_ROOM if any(step.death for step in steps) else HEADROOM
     layout = _layout(len(steps) == 2, bands, colours, max(headroom * highest, CEILING_ROOM * height))
-    words = mountain_sentence(profiles, deaths) if title is None else title
+    words = mountain_sentence(profiles, deaths, ceiling) if title is None else title
     if words:
         layout["title"]["text"] = f"<b>{escaped(words)}</b>"
     else:
         layout["margin"]["t"] -= TITLE_PX
         layout["height"] -= TITLE_PX
     layout["shapes"] = _band_shapes(bands, steps, colours, KIND_COLOURS[theme]["recompute"])
-    layout["annotations"] = _peak_notes(steps, colours)
+    layout["annotations"] = _peak_notes(steps, colours, layout["yaxis"]["range"][1])
     found = [_distance(steps[0], steps[1], colours)] if len(steps) == 2 and not any(step.death for step in steps) else []
     if ceiling is not None:
         found.append(ceiling_parts(ceiling, highest, layout["xaxis"]["range"][1], colours))
@@ -140,11 +144,13 @@ def mountain_figure(
     return go.Figure(traces, layout | {"template": go.layout.Template()})
 
 
-def mountain_sentence(profiles: Sequence[StepLike], deaths: Mapping[str, Death] = NO_DEATHS) -> str:
+def mountain_sentence(
+    profiles: Sequence[StepLike], deaths: Mapping[str, Death] = NO_DEATHS, ceiling: Ceiling | None = None
+) -> str:
     """What a mountain shows, in a sentence: where the peak is, or what became of it; or that memory ran out. Not escaped."""
     died = [deaths.get(profile.label) for profile in profiles]
     if len(profiles) == 2 and any(died):
-        return deaths_text(profiles[0], profiles[1], died[0], died[1])
+        return deaths_text(profiles[0], profiles[1], died[0], died[1], ceiling)
     if died[0] is not None:
         return death_text(profiles[0], died[0])
     if len(profiles) == 2:
@@ -192,15 +198,6 @@ def _reduced(profile: StepLike, place: Positions, limit: int, number: int, areas
         number, areas, profile, x, profile.bytes_by_kind[points], total[points], points, place.recomputes,
         float(place.x[peak]), peak_bytes, death,
     )  # fmt: skip
-
-
-def kept_points(total: npt.NDArray[Any], limit: int, always: set[int]) -> npt.NDArray[np.intp]:
-    """About `limit` points by their positions: the lowest and the highest of stretches of equal length, and those `always`."""
-    if total.size <= limit:
-        return np.arange(total.size)
-    ends = np.linspace(0, total.size, max(limit // 2, 4) + 1).astype(np.intp)
-    extremes = [start + int(pick(total[start:end])) for start, end in itertools.pairwise(ends) for pick in (np.argmin, np.argmax)]
-    return np.array(sorted({*extremes, *always}), np.intp)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -328,8 +325,9 @@ def _band_shapes(bands: Sequence[Band], steps: Sequence[_Step], colours: look.Co
     return shapes
 
 
-def _peak_notes(steps: Sequence[_Step], colours: look.Colours) -> list[dict[str, Any]]:
-    """An arrow to each peak: from above for one; of two the higher from the left and the lower from the right."""
+def _peak_notes(steps: Sequence[_Step], colours: look.Colours, top: float) -> list[dict[str, Any]]:
+    """An arrow to each peak: from above for one; of two the higher from the left and the lower from the right, or from the left
+    below it where there is no room on the right. A page moves them where they are in each other's way: see figure_view.js."""
     notes: list[dict[str, Any]] = []
     highest = max(step.peak_bytes for step in steps)
     for step in steps:
@@ -342,8 +340,10 @@ def _peak_notes(steps: Sequence[_Step], colours: look.Colours) -> list[dict[str,
         place = escaped(shortened(peaks.peak_place(step.profile), NOTE_CHARACTERS))
         what = f"<b>{word if other is None else f'{word}: peak'} {size}</b>"
         lines = [what, *([escaped(shortened(step.profile.label, NOTE_CHARACTERS))] if other is not None else []), place]
-        right = low or (other is None and step.peak_x < WIDTH / 2)
+        right = step.peak_x < RIGHTMOST and (low or (other is None and step.peak_x < WIDTH / 2))
         up = 26 if highest == step.peak_bytes else 40
+        if low and not right and other is not None and other.peak_bytes - step.peak_bytes < SMALLEST_GAP * top:
+            up = -up
         text = "<br>".join(line for line in lines if line)
         notes.append(
             {
@@ -375,7 +375,8 @@ def _distance(before: _Step, after: _Step, colours: look.Colours) -> tuple[list[
         "showarrow": True, "arrowhead": 2, "arrowwidth": 2, "arrowcolor": colours.text, "name": "distance",
     }  # fmt: skip
     per_cent = f"{100 * change / before.peak_bytes:+.0f} %" if before.peak_bytes else ""
-    words = f"<b>{per_cent}</b><br>{peaks.memory_text(abs(change))}<br>{'more' if change > 0 else 'less'}"
+    apart = peaks.sizes_texts(before.peak_bytes, after.peak_bytes)[2]
+    words = f"<b>{per_cent}</b><br>{apart}<br>{'more' if change > 0 else 'less'}"
     label = {
         "x": BRACKET_AT, "y": (before.peak_bytes + after.peak_bytes) / 2, "xanchor": "left", "xshift": 4, "text": words,
         "align": "left", "showarrow": False, "font": {"size": 13, "color": colours.text}, "name": "difference",

@@ -24,6 +24,9 @@ KIND_NAMES = {
     "other": "other",
 }
 """As they are called in a picture."""
+FAR_APART = 50
+"""Sizes so many times as large as each other are each written in a unit of its own."""
+MOST_DIGITS = 3
 _SAYS_NO_PASS = {"recompute": "the recompute", "other": "the step"}
 
 
@@ -143,6 +146,29 @@ def peak_text(step: StepLike) -> str:
     return f"peak {memory_text(peak_of(step)[1])} {peak_place(step)}".rstrip()
 
 
+def sizes_texts(before_bytes: float, after_bytes: float) -> tuple[str, str, str]:
+    """Two sizes and how far they are apart, such that the third is the difference of the first two as they are written.
+
+    >>> sizes_texts(10_051_000, 5_249_000), sizes_texts(10_140_000, 10_260_000)
+    (('10.1 MB', '5.2 MB', '4.9 MB'), ('10.14 MB', '10.26 MB', '0.12 MB'))
+    """
+    small, large = sorted((abs(before_bytes), abs(after_bytes)))
+    texts = memory_text(before_bytes), memory_text(after_bytes)
+    same_unit = texts[0].split()[1] == texts[1].split()[1]
+    if large < 1000 or small == large or not (same_unit or large <= FAR_APART * small):
+        return *texts, memory_text(abs(after_bytes - before_bytes))
+    unit = memory_text(large).split()[1]
+    scale = 1000.0 ** (1 + ("kB", "MB", "GB", "TB").index(unit))
+    before, after = before_bytes / scale, after_bytes / scale
+    digits = 1
+    while digits < MOST_DIGITS and min(abs(after - before), small / scale) * 10**digits < 10:
+        digits += 1
+    change = abs(round(after, digits) - round(before, digits))
+    if not change:
+        return *texts, memory_text(abs(after_bytes - before_bytes))
+    return f"{before:,.{digits}f} {unit}", f"{after:,.{digits}f} {unit}", f"{change:,.{digits}f} {unit}"
+
+
 def difference_text(before_bytes: int, after_bytes: int) -> str:
     """What became of a peak, in bytes and per cent.
 
@@ -150,11 +176,12 @@ def difference_text(before_bytes: int, after_bytes: int) -> str:
     'peak 185.1 MB → 104.4 MB: 80.7 MB less (-43.6 %)'
     """
     change = after_bytes - before_bytes
-    what = f"peak {memory_text(before_bytes)} → {memory_text(after_bytes)}"
+    before, after, apart = sizes_texts(before_bytes, after_bytes)
+    what = f"peak {before} → {after}"
     if change == 0:
         return f"{what}: the same"
     share = f" ({100 * change / before_bytes:+.1f} %)" if before_bytes else ""
-    return f"{what}: {memory_text(abs(change))} {'more' if change > 0 else 'less'}{share}"
+    return f"{what}: {apart} {'more' if change > 0 else 'less'}{share}"
 
 
 def recompute_s(step: StepLike) -> float:

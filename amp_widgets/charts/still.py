@@ -14,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.charts import flags
-from amp_widgets.charts.decimate import Points, evened
+from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height
+from amp_widgets.charts.decimate import Points, evened, kept_points
 from amp_widgets.charts.labels import EventLike, event_label, short_event_label, shortened
 from amp_widgets.charts.look import COLOURS, PLOTS
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike, memory_text, peak_of
+from amp_widgets.charts.phases import WIDTH, Positions, aligned
 from amp_widgets.charts.series import essential, series_of
 
 WIDTH_PX = 900
@@ -26,9 +29,12 @@ GAP_PX = 38
 BOTTOM_PX = 44
 LINE_POINTS = 440
 """Points that a line is reduced to."""
+FEWER_POINTS = 170
+"""In place of it, where there is a picture of the memory within a step, too."""
 MARK_PX = 7
 """Of marks that would hide each other one is drawn."""
 MOST_MARKS = 150
+MOUNTAIN_POINTS, MOUNTAIN_PX = 64, 150
 NO_STEP = "No training step recorded yet."
 
 
@@ -37,6 +43,7 @@ def training_svg(
     events: Sequence[EventLike],
     *,
     memory_source: str,
+    line_points: int = LINE_POINTS,
 ) -> str:
     """Loss, loss scale, memory and step time over steps as an SVG document of its own, of 40 KB at most.
 
@@ -49,6 +56,8 @@ def training_svg(
         What happened, see :class:`amp_widgets.charts.labels.EventLike`.
     memory_source
         How the memory numbers are obtained, for people.
+    line_points
+        That a line is reduced to.
 
     Returns
     -------
@@ -76,7 +85,7 @@ def training_svg(
     bottom = top
     for plot in _plots(series, memory_source):
         bottom = top + plot.height
-        drawn += plot.drawn(series, across, top)
+        drawn += plot.drawn(series, across, top, line_points)
         top = bottom + GAP_PX
     drawn += _event_marks(events, across, loss_top)
     drawn += _flags(labels, across, lanes, bottom)
@@ -87,7 +96,84 @@ def training_svg(
     return _document(bottom + BOTTOM_PX, f"Training charts up to step {step[-1]:,.0f}", drawn)
 
 
-def picture_html(svg: str, caption: str, *, class_: str = "") -> str:
+def memory_svg(
+    profiles: Sequence[StepLike], deaths: Mapping[str, Death], ceiling: Ceiling | None, kind_colours: Mapping[str, str]
+) -> str:
+    """The memory within one step, or before and after a change, as a small picture: with :func:`training_svg` of `FEWER_POINTS`
+    of 40 KB at most.
+
+    Parameters
+    ----------
+    profiles, deaths, ceiling
+        As :func:`amp_widgets.charts.mountain.mountain_figure` has them.
+    kind_colours
+        Kind → colour.
+    """
+    bands, positions = aligned([(len(profile.time_s), profile.phases) for profile in profiles])
+    needed = [_needed_bytes(profile, deaths.get(profile.label)) for profile in profiles]
+    highest = max([1.0, *needed])
+    unit, bytes_in_it = _unit([np.array([highest])], _BYTE_UNITS)
+    top, bottom, right = 26, 26 + MOUNTAIN_PX, WIDTH_PX - RIGHT_PX
+    across = _Axis(0, WIDTH, LEFT_PX, right)
+    up = _Axis(0, 1.1 * max(highest, ceiling_height(ceiling, highest)), bottom, top)
+    drawn = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
+    drawn.append(_text(LEFT_PX, top - 8, f"memory within a step ({unit})", bold=True))
+    ticks = _ticks(0, up.high / bytes_in_it, 5)
+    for tick, text in zip(ticks, _numbers(ticks), strict=True):
+        drawn.append(f'<path stroke="{_INK.grid}" d="M{LEFT_PX} {up(tick * bytes_in_it):.1f}H{right}"/>')
+        drawn.append(_text(LEFT_PX - 6, up(tick * bytes_in_it) + 4, text, "end"))
+    taken_px, lower = 0.0, False
+    for band in bands:
+        drawn.append(f'<path stroke="{_INK.grid}" d="M{across(band.stop):.1f} {top}V{bottom}"/>')
+        if band.stop - band.start > 4:
+            name, x_px = shortened(band.name, 16), across((band.start + band.stop) / 2)
+            half_px = flags.CHARACTER_PX * len(name) / 2
+            lower = x_px - half_px < taken_px and not lower  # in the way of the one before
+            drawn.append(_text(x_px, bottom + (29 if lower else 16), name, "middle"))
+            taken_px = x_px + half_px
+    after, place = profiles[-1], positions[-1]
+    names = []
+    if len(after.time_s):
+        summed = np.cumsum(after.bytes_by_kind, axis=1)
+        for i in reversed(range(len(KINDS))):  # from the highest area to the lowest, each over the one before
+            if after.bytes_by_kind[:, i].any():
+                path = _stairs(after, place, deaths, summed[:, i], across, up)
+                drawn.append(
+                    f'<path transform="scale(.5)" fill="{kind_colours[KINDS[i]]}" d="{path}V{2 * bottom}H{2 * LEFT_PX}Z"/>'
+                )
+                names.append((KIND_NAMES[KINDS[i]], kind_colours[KINDS[i]]))
+    if len(profiles) == 2 and len(profiles[0].time_s):
+        path = _stairs(profiles[0], positions[0], deaths, profiles[0].bytes_by_kind.sum(axis=1), across, up)
+        look = f'fill="none" stroke="{_INK.text}" stroke-width="3" stroke-dasharray="8 4"'
+        drawn.append(f'<path transform="scale(.5)" {look} d="{path}"/>')
+    died_px: list[float] = []
+    for profile, placed in zip(profiles, positions, strict=True):
+        death = deaths.get(profile.label)
+        if death is not None:
+            x_px, y_px = across(float(placed.x[-2 if len(placed.x) > 1 else -1])), up(death.asked_bytes(profile))
+            drawn.append(f'<path stroke="{_INK.alarm}" stroke-width="2" d="M{x_px - 4:.1f} {y_px - 4:.1f}l8 8m0-8l-8 8"/>')
+            left = x_px > WIDTH_PX / 2
+            died_px.append(x_px)
+            drawn.append(_text(x_px + (-8 if left else 8), y_px - 4, "out of memory here", "end" if left else "start"))
+    if ceiling is not None and ceiling_height(ceiling, highest):
+        y_px = up(ceiling.size_bytes)
+        drawn.append(f'<path stroke="{_INK.alarm}" stroke-width="2" stroke-dasharray="8 4" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
+        long_px = flags.CHARACTER_PX * len(ceiling.text) + 6
+        x_px = LEFT_PX + 3 if not died_px or min(died_px) > LEFT_PX + 2 * long_px else right - 3 - long_px
+        drawn.append(f'<path fill="{_INK.background}" d="M{x_px:.0f} {y_px - 16:.0f}h{long_px:.0f}v14h-{long_px:.0f}z"/>')
+        drawn.append(_text(x_px + 3, y_px - 5, ceiling.text, "start", _INK.alarm))
+    x_px = float(LEFT_PX)
+    for name, colour in [*reversed(names), *([("before (outline)", "")] if len(profiles) == 2 else [])]:
+        if colour:
+            drawn.append(f'<path fill="{colour}" d="M{x_px:.0f} {bottom + 41}h10v10h-10z"/>')
+        drawn.append(_text(x_px + 14, bottom + 50, name))
+        x_px += 30 + flags.CHARACTER_PX * len(name)
+    return _document(bottom + 60, f"Memory within a step, at most {memory_text(highest)}", drawn)
+
+
+def picture_html(
+    svg: str, caption: str, *, class_: str = "", memory: tuple[str, str] | None = None, report: Sequence[str] = ()
+) -> str:
     """The picture with a sentence above it, as HTML that also shows where a notebook is not trusted.
 
     Parameters
@@ -98,13 +184,48 @@ def picture_html(svg: str, caption: str, *, class_: str = "") -> str:
         A sentence, as text.
     class_
         Name of a class for the whole.
+    memory
+        From :func:`memory_svg`, and its sentence; shown below.
+    report
+        Lines, as text, the first one a heading; shown last.
     """
-    # As an image: front ends remove SVG elements from the HTML of a notebook that is not trusted, and images of data stay.
+    parts = [_paragraph(caption), _image(svg, "Training charts")]
+    if memory is not None:
+        parts += [_paragraph(memory[1], bold=True), _image(memory[0], "Memory within a step")]
+    parts += [_paragraph(line, bold=i == 0) for i, line in enumerate(report)]
+    return f'<div class="{html.escape(class_)}">{"".join(parts)}</div>'
+
+
+def _paragraph(text: str, *, bold: bool = False) -> str:
+    escaped = html.escape(_printable(text))
+    return f"<p>{f'<b>{escaped}</b>' if bold else escaped}</p>"
+
+
+def _image(svg: str, what: str) -> str:
+    """As an image: front ends remove SVG elements from the HTML of a notebook that is not trusted, and images of data stay."""
+    if not svg:
+        return ""
     data = base64.b64encode(svg.encode()).decode()
-    return (
-        f'<div class="{html.escape(class_)}"><p>{html.escape(_printable(caption))}</p>'
-        f'<img src="data:image/svg+xml;base64,{data}" alt="Training charts" style="max-width: 100%"></div>'
-    )
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{what}" style="max-width: 100%">'
+
+
+def _needed_bytes(profile: StepLike, death: Death | None) -> float:
+    return float(peak_of(profile)[1]) if death is None else death.needed_bytes(profile)
+
+
+def _stairs(
+    profile: StepLike, place: Positions, deaths: Mapping[str, Death], size_bytes: npt.NDArray[Any], across: _Axis, up: _Axis
+) -> str:
+    """The heights over the step, in whole half pixels."""
+    total = profile.bytes_by_kind.sum(axis=1)
+    kept = kept_points(total, MOUNTAIN_POINTS, {0, len(total) - 1, peak_of(profile)[0]})
+    xs = np.rint(2 * across.pixels(np.append(place.x[kept], place.x[-2 if profile.label in deaths else -1]))).astype(int).tolist()
+    ys = np.rint(2 * up.pixels(size_bytes[kept].astype(float))).astype(int).tolist()
+    path = [f"M{2 * LEFT_PX} {ys[0]}H{xs[0]}"]
+    for i, y_px in enumerate(ys):
+        if i and y_px != ys[i - 1]:
+            path.append(f"H{xs[i]}V{y_px}")
+    return "".join([*path, f"H{xs[-1]}"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +257,7 @@ class _Plot:
     from_zero: bool = False
     highest_shown: float = math.inf  # what is higher is drawn at the upper edge
 
-    def drawn(self, series: Mapping[str, Points], across: _Axis, top: int) -> list[str]:
+    def drawn(self, series: Mapping[str, Points], across: _Axis, top: int, line_points: int) -> list[str]:
         """Everything between `top` and ``top + height``, and the title above."""
         bottom, right = top + self.height, WIDTH_PX - RIGHT_PX
         parts = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
@@ -157,7 +278,7 @@ class _Plot:
                 parts.append(f'<path stroke="{_INK.grid}" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
                 parts.append(_text(LEFT_PX - 6, y_px + 4, f"2^{text}" if self.power_of_two else text, "end"))
         for name, points in known.items():
-            parts += _line(essential(name, points), across, up, _colour(name), stairs=name == "scale")
+            parts += _line(evened(*essential(name, points), line_points), across, up, _colour(name), stairs=name == "scale")
         for name, (x, y) in marked.items():
             at_px = np.full(x.shape, top + 0.06 * self.height) if name == "not_finite" else up.pixels(y)
             crosses = "".join(f"M{x_px} {y_px}l7 7m0-7l-7 7" for x_px, y_px in _places(across.pixels(x) - 3.5, at_px - 3.5))
@@ -206,7 +327,7 @@ def _plots(series: Mapping[str, Points], memory_source: str) -> list[_Plot]:
 
 def _line(points: Points, across: _Axis, up: _Axis, colour: str, *, stairs: bool) -> list[str]:
     """A line in whole half pixels, each point as its distance from the one before: that is short."""
-    x, y = evened(*points, LINE_POINTS)
+    x, y = points
     gap = np.isnan(y)
     xs = np.rint(2 * across.pixels(x)).astype(int).tolist()
     ys = np.rint(2 * up.pixels(np.where(gap, up.low, y))).astype(int).tolist()

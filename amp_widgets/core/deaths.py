@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from amp_widgets.core.autocast import Support
 from amp_widgets.core.checkpointing import Layer
@@ -25,6 +26,7 @@ from amp_widgets.core.memory.death import (
     roots_of_dead_passes,
 )
 from amp_widgets.core.memory.dissolve import dissolve
+from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings
 
 
@@ -32,6 +34,9 @@ class Owner(Protocol):
     """Whose steps they are: a `LiveLoop`."""
 
     device: torch.device
+
+    @property
+    def model(self) -> nn.Module | None: ...
 
     @property
     def settings(self) -> Settings: ...
@@ -50,6 +55,9 @@ class Owner(Protocol):
 
     @property
     def history_so_far(self) -> History: ...
+
+    @property
+    def complete_step(self) -> CompleteStep | None: ...
 
     def record_event(self, kind: str, reason: str, **detail: Any) -> None: ...
 
@@ -108,7 +116,7 @@ class Deaths:
                 self._keep(death)
                 self.last = _look_into(death, owner)
             if found is not None and not known:
-                death = Death.told_by(found, str(owner.device))
+                death = Death.told_by(found, str(owner.device), owner.model)
                 self._keep(death)
                 self.last = _look_into(death, owner)
 
@@ -167,6 +175,7 @@ _ASKED_EVERY_S = 1.0
 def _look_into(death: Death, owner: Owner) -> OutOfMemory:
     settings = owner.settings
     formats: tuple[AutocastName, ...] = ("bf16", "fp16")
+    known_peak_bytes = _known_peak_bytes(owner.history_so_far)
     found = autopsy(
         death,
         step=owner.step,
@@ -175,7 +184,8 @@ def _look_into(death: Death, owner: Owner) -> OutOfMemory:
         formats=[name for name in formats if owner.support[name].available],
         layers=owner.layers,
         source=owner.memory_source,
-        known_peak_bytes=_known_peak_bytes(owner.history_so_far),
+        known_peak_bytes=known_peak_bytes,
+        complete=None if math.isnan(known_peak_bytes) else owner.complete_step,
     )
     sizes = {name: getattr(found, name) for name in ("requested_bytes", "limit_bytes", "allocated_bytes")}
     owner.record_event(

@@ -67,7 +67,7 @@ class Fp32Layers(LayerSwitch):
 
     setting = LayerSetting(
         name="fp32_layers",
-        phrase="keep {} in FP32",
+        verb="keep in FP32:",
         not_whole="for all of which autocast='fp32' does the same",
         why_not=why_not_in_fp32,
         error=SettingsError,
@@ -86,10 +86,13 @@ def cast_inputs(args: Any, kwargs: Any, device_types: list[str]) -> tuple[tuple[
             made[id(leaf)] = leaf.float()
         return made[id(leaf)]
 
-    cast_args, cast_kwargs = pytree.tree_map(cast, (args, kwargs))
-    return cast_args, cast_kwargs
+    def cast_all(value: Any) -> Any:
+        return cast(value) if isinstance(value, _LEAVES) else pytree.tree_map(cast, value)  # which takes some 30 µs
+
+    return tuple(map(cast_all, args)), {name: cast_all(value) for name, value in kwargs.items()}
 
 
+_LEAVES = (torch.Tensor, int, float, str, type(None))
 _HALF = (torch.float16, torch.bfloat16)
 
 

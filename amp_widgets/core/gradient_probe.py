@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -101,8 +102,9 @@ def bucket_of(values: Tensor) -> Tensor:
     values
         Floating point, of any shape. fp64 is rounded to fp32 first.
     """
-    bits = values.float().abs().view(torch.int32).clamp(max=_A_NAN)
-    return ((bits - 1) >> 23).add_(bits >> 23).add_((bits + _ROUNDS_UP) >> 23).add_(1)
+    bits = values.float().abs().view(torch.int32).clamp_(max=_A_NAN)
+    buckets = (bits - 1).bitwise_right_shift_(23).add_(bits >> 23)
+    return buckets.add_(bits.add_(_ROUNDS_UP).bitwise_right_shift_(23)).add_(1)
 
 
 class GradientProbe:
@@ -117,7 +119,7 @@ class GradientProbe:
     Parameters
     ----------
     model
-        Whose layers.
+        Whose layers; only weakly referenced.
     every
         Count in every n-th step; 0 only on request.
     sample
@@ -132,7 +134,7 @@ class GradientProbe:
     def __init__(self, model: nn.Module, *, every: int = 0, sample: int | None = SAMPLE_ELEMENTS) -> None:
         self.every = every
         self.sample = sample
-        self._models: tuple[tuple[str, nn.Module], ...] = (("", model),)
+        self._models = WatchedModels([("", model)])
         self._wanted = False
         self._open: _OpenCount | None = None
         self._arriving: collections.deque[_Arriving] = collections.deque()
@@ -173,7 +175,7 @@ class GradientProbe:
 
     def watch(self, models: Iterable[tuple[str, nn.Module]]) -> None:
         """Count in these models from now on; where they are several, their names come before those of their layers."""
-        self._models = tuple(models)
+        self._models = WatchedModels(models)
 
     def begin(self, step: int) -> bool:
         """A step begins, before its first forward pass. Whether it is counted."""
@@ -184,7 +186,7 @@ class GradientProbe:
         self._why_not = self._why_compiled()
         if self._why_not is not None:
             return False
-        self._open = _OpenCount(self._models, step, self.sample)
+        self._open = _OpenCount(self._models.alive(), step, self.sample)
         return True
 
     def end(self, scale: Tensor | float | None) -> None:
@@ -214,12 +216,12 @@ class GradientProbe:
     def close(self) -> None:
         """Let go of the model; what was counted stays."""
         self.abandon()
-        self._wanted, self.every, self._models = False, 0, ()
+        self._wanted, self.every, self._models = False, 0, WatchedModels(())
         self._take_in(wait=True)
 
     def _why_compiled(self) -> str | None:
         # a global hook would have everything compiled anew
-        if frames_compiled() or any(is_compiled(module) for _, model in self._models for module in model.modules()):
+        if frames_compiled() or any(is_compiled(module) for _, model in self._models.alive() for module in model.modules()):
             return _COMPILED
         return None
 
@@ -227,6 +229,17 @@ class GradientProbe:
         with self._lock:
             while self._arriving and (wait or self._arriving[0].ready()):
                 self._counts.append(self._arriving.popleft().counts())
+
+
+class WatchedModels:
+    """Models with names, which it does not keep alive."""
+
+    def __init__(self, models: Iterable[tuple[str, nn.Module]]) -> None:
+        self._models = [(name, weakref.ref(model)) for name, model in models]
+
+    def alive(self) -> list[tuple[str, nn.Module]]:
+        """Those that are there."""
+        return [(name, model) for name, reference in self._models if (model := reference()) is not None]
 
 
 def gradient_node(parameter: Tensor) -> Any:
@@ -255,6 +268,8 @@ def spread(gradient: Tensor, most: int | None, start: int) -> Tensor:
     return gradient.take(torch.arange(start % stride, elements, stride, device=gradient.device))
 
 
+_HELD_SAMPLES = 16
+"""Put into buckets together: many small ops cost their start, large ones miss the cache."""
 _A_NAN = 0x7F800001
 _ROUNDS_UP = 0x1000
 _COMPILED = "code made by torch.compile is in use, which hooks cannot look into without having it compiled anew"
@@ -288,9 +303,11 @@ class _OpenCount:
         self._layer_of: dict[int, str] = {}
         self._nodes: list[Any] = []
         self._ones: dict[torch.device, Tensor] = {}
+        self._held: dict[torch.device, list[tuple[_Row, Tensor]]] = {}  # samples that are not in buckets yet
         self._handles: list[Any] = []
-        for prefix, model in models:
-            self._watch_parameters(prefix, model)
+        with unseen():  # finding a node takes an op
+            for prefix, model in models:
+                self._watch_parameters(prefix, model)
         self._handles.append(register_module_forward_hook(self._returned))
 
     def stop(self) -> None:
@@ -308,6 +325,9 @@ class _OpenCount:
             by_device.setdefault(device, []).append(at)
         rows = list(self._rows.values())
         with unseen():
+            for device, held in self._held.items():
+                self._add_held(device, held)
+            self._held.clear()
             stacked = [torch.stack([rows[at].buffer for at in places]) for places in by_device.values()]
         places = [at for found in by_device.values() for at in found]
         return _Arriving(self.step, list(self._rows), rows, places, ArrayReadback(stacked), Readback([scale]), tuple(self._notes))
@@ -373,11 +393,32 @@ class _OpenCount:
             row = self._rows[key] = _Row(gradient.device)
         row.arrivals += 1
         row.elements += gradient.numel()
-        buckets = bucket_of(spread(gradient, self._sample, self.step))
-        one = self._ones.get(gradient.device)
+        picked = spread(gradient, self._sample, self.step)
+        if self._sample is None:
+            self._add(gradient.device, [(row, picked)])
+            return
+        held = self._held.setdefault(gradient.device, [])
+        held.append((row, picked.to(torch.float32, copy=True)))  # the gradient itself is to be free again
+        if len(held) >= _HELD_SAMPLES:
+            self._held[gradient.device] = []
+            self._add_held(gradient.device, held)
+
+    def _add_held(self, device: torch.device, held: list[tuple[_Row, Tensor]]) -> None:
+        try:
+            if held:
+                self._add(device, held)
+        except Exception as error:
+            self._leave_out("one part of the gradients", error)
+
+    def _add(self, device: torch.device, held: list[tuple[_Row, Tensor]]) -> None:
+        """Put into buckets, all of these in one go."""
+        one = self._ones.get(device)
         if one is None:
-            one = self._ones[gradient.device] = torch.ones((), dtype=torch.int32, device=gradient.device)
-        row.buffer.index_add_(0, buckets, one.expand(buckets.numel()))
+            one = self._ones[device] = torch.ones((), dtype=torch.int32, device=device)
+        picked = [numbers for _, numbers in held]
+        buckets = bucket_of(picked[0] if len(picked) == 1 else torch.cat(picked))
+        for (row, numbers), found in zip(held, buckets.split([numbers.numel() for numbers in picked]), strict=True):
+            row.buffer.index_add_(0, found, one.expand(numbers.numel()))
 
     def _leave_out(self, layer: str, error: Exception) -> None:
         words = str(error).splitlines()

@@ -128,8 +128,8 @@ class LayerSwitch:
             raise self._refused(name, module, f"its class cannot be exchanged: {error}") from error
 
     def _refused(self, name: str, module: nn.Module, because: str) -> Exception:
-        words = f"{self.setting.name}: cannot {self.setting.doing(f'layer {name!r} ({type(module).__name__})')}: {because}"
-        return self.setting.error(words)
+        layer = f"layer {name!r} ({type(module).__name__})"
+        return self.setting.error(f"{self.setting.name}: cannot {self.setting.verb} {layer}: {because}")
 
 
 def _no_model() -> None:

@@ -76,8 +76,8 @@ class LayerSetting:
     ----------
     name
         Of the setting.
-    phrase
-        What is done to a layer, with ``{}`` for the layer.
+    verb
+        What is done to a layer, to be followed by the layer.
     not_whole
         Why the whole model cannot be given.
     why_not
@@ -87,14 +87,10 @@ class LayerSetting:
     """
 
     name: str
-    phrase: str
+    verb: str
     not_whole: str
     why_not: Callable[[nn.Module], str | None]
     error: type[SettingsError]
-
-    def doing(self, layer: str) -> str:
-        """`phrase`, for a layer."""
-        return self.phrase.replace("{}", layer)
 
 
 def resolve_layers(model: nn.Module, patterns: Iterable[str], *, setting: LayerSetting | None = None) -> tuple[str, ...]:
@@ -138,7 +134,7 @@ def resolve_layers(model: nn.Module, patterns: Iterable[str], *, setting: LayerS
             if len(refused) == 1
             else "leave them out"
         )
-        raise setting.error(f"{setting.name}: cannot {setting.doing(f'{named}{more}')}; {advice}")
+        raise setting.error(f"{setting.name}: cannot {setting.verb} {named}{more}; {advice}")
     return tuple(name for name in layers if name in wanted)
 
 
@@ -190,7 +186,7 @@ def why_not_exchanged(module: nn.Module) -> str | None:
 
 CHECKPOINTED = LayerSetting(
     name="checkpointed",
-    phrase="checkpoint {}",
+    verb="checkpoint",
     not_whole="which cannot be checkpointed: its recompute would hold all that was saved",
     why_not=why_not,
     error=CheckpointingError,

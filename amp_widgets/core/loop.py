@@ -31,13 +31,15 @@ from amp_widgets.core.memory.budget import budget_in_bytes
 from amp_widgets.core.memory.compiled import frames_compiled
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.cuda import CudaMeter
-from amp_widgets.core.memory.death import is_out_of_memory
+from amp_widgets.core.memory.death import is_of_torchscript, is_out_of_memory
 from amp_widgets.core.memory.deep import DeepRecording
 from amp_widgets.core.memory.profile import StepProfile, memory_text
 from amp_widgets.core.memory.step_mode import files_running, modules_being_called
+from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
+from amp_widgets.core.numerics import Numerics
 from amp_widgets.core.optimizers import OptimizerSteps
-from amp_widgets.core.profiling import ProfilePlan, free_label
+from amp_widgets.core.profiling import ProfilePlan, combination_of, free_label, positions_kept
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
@@ -112,6 +114,7 @@ class LiveLoop:
         self._held = Held(model)
         self._optimizers = tuple(optimizers)
         self._optimizer_steps = OptimizerSteps(optimizers)
+        self._optimizers_sought = bool(optimizers)  # those that there were before the first step
         self._module_ids = {id(module) for module in model.modules()}
         self._clock = clock
         self._lock = threading.RLock()
@@ -151,9 +154,12 @@ class LiveLoop:
         self._watch_forwards = not self._checkpointing.compiled
         if isinstance(self._meter, (CpuMeter, CudaMeter)):
             self._meter.on_death = _WeakCall(self._memory_ran_out)
+        self._budget_gap_told: str | None = None
         self._recording_wanted: DeepRecording | None = None  # of the step that begins next
         self._recording: DeepRecording | None = None  # of the step in progress
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._meter)
+        self.numerics = Numerics(model)
+        """What is watched of the numbers."""
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._meter, self.numerics)
         self._finalizer.atexit = False
         self._arm()
         _attach(model, self)
@@ -388,12 +394,15 @@ class LiveLoop:
 
     @property
     def profiles(self) -> tuple[StepProfile, ...]:
-        """Of the steps that were profiled, the newest last; the oldest are dropped beyond `PROFILES_KEPT`."""
+        """Of the steps that were profiled, the newest last, at most `PROFILES_KEPT`; the newest of each combination goes last."""
         return tuple(self._profiles)
 
     def keep_profile(self, profile: StepProfile) -> None:
         """Put it among `profiles`."""
-        self._profiles.append(profile)
+        profiles = [*self._profiles, profile]
+        combinations = [combination_of(one.label, (layer.name for layer in one.layers if layer.checkpointed)) for one in profiles]
+        left = positions_kept(combinations, PROFILES_KEPT)
+        self._profiles = collections.deque(profiles[position] for position in left)  # at once: others may be reading them
 
     @property
     def why_not_profiled(self) -> str | None:
@@ -404,9 +413,11 @@ class LiveLoop:
 
     @property
     def memory_budget(self) -> float | None:
-        """Bytes that a step may hold at a time, from the next one on; None for no budget. On a CPU only.
+        """Bytes that a step may hold at a time; None for no budget. On a CPU only.
 
         An op that goes above it raises `MemoryBudgetError`, which is a ``torch.OutOfMemoryError``; what it has made is dropped.
+        The first budget is in force from the next step on, and another one, or None, at once. What is neither forward,
+        backward, optimizer step nor loss counts, and raises nothing.
         Every step is then followed op by op, which takes some time: see `out_of_memory`.
 
         Raises
@@ -428,8 +439,14 @@ class LiveLoop:
 
     @property
     def budget_gap(self) -> str | None:
-        """Why `memory_budget` was not watched in the newest step; None when it was, or there is none."""
-        return self._meter.unlimited_because if isinstance(self._meter, CpuMeter) else None
+        """That `memory_budget` was not watched in the newest step, and why; None when it was, or there is none."""
+        because = self._meter.unlimited_because if isinstance(self._meter, CpuMeter) else None
+        return None if because is None else f"The memory budget is not watched: {because}."
+
+    @property
+    def complete_step(self) -> CompleteStep | None:
+        """The newest step, if its budget was watched: what estimates for a later one go by."""
+        return self._meter.complete_step if isinstance(self._meter, CpuMeter) else None
 
     @property
     def out_of_memory(self) -> OutOfMemory | None:
@@ -450,13 +467,15 @@ class LiveLoop:
 
         For the thread that trains; the exception may be seen more than once. Other exceptions are left alone.
         """
+        noted = self._deaths.pending
         self._look_for_death(error)
+        ran_out = is_out_of_memory(error) or (noted and is_of_torchscript(error))
         if not self._deaths.pending:
-            return is_out_of_memory(error)
-        if self._open is not None and is_out_of_memory(error):
+            return ran_out
+        if self._open is not None and ran_out:
             self._open.die()
         self._release()
-        return is_out_of_memory(error)
+        return ran_out
 
     def release_after_death(self) -> None:
         """The user's loop is over: if memory ran out in its last step, free what that has left, and forget the step."""
@@ -521,6 +540,11 @@ class LiveLoop:
         else:
             self._hooks.disarm_forward()
 
+    @property
+    def owned_here(self) -> bool:
+        """Whether it is the calling thread that alone may begin steps: the one of a background run."""
+        return self._owner == threading.get_ident()
+
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """For steps that are none of the loop's: it neither sees nor records what happens meanwhile, on any thread."""
@@ -543,6 +567,7 @@ class LiveLoop:
         self._optimizer_steps.abandon()
         self._end_recording()
         self._meter.abandon()
+        self.numerics.abandon()
         for scaler in self._scalers:
             scaler.abandon_step()
         self._arm()
@@ -560,6 +585,7 @@ class LiveLoop:
             return
         self._end_recording()
         self._meter.abandon()
+        self.numerics.abandon()
         step.measured = step.profiled = False
         step.begun_s = math.nan
         step.timer = None
@@ -621,9 +647,13 @@ class LiveLoop:
             for switch in self._switches.values():
                 switch.watch(self._held)
             self._layers = self._checkpointing.layers
-        self._meter.watch(self._held)
         self._module_ids = self._ids_now()
         self._optimizer_steps.clear()
+        self._optimizers_sought = False
+        self._meter.watch(self._held)
+        self.numerics.watch(models)
+        if self._open is not None and self._open.measured:
+            self._seek_optimizers()
 
     @property
     def model_is_gone(self) -> bool:
@@ -758,6 +788,12 @@ class LiveLoop:
         if self._open is not None:
             self._open.scaler_used = True
 
+    def skipping(self) -> None:
+        self.numerics.overflow.skipping()
+
+    def refused(self, reason: str) -> None:
+        self.numerics.overflow.refuse(self._step, reason)
+
     def updated(self, step: ScaledStep) -> None:
         self._end(step)
 
@@ -793,6 +829,8 @@ class LiveLoop:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
+        if not self._optimizer_steps.given and self._owner_is_here() and self.trains(optimizer):
+            self._meter.follow((optimizer,))
         if step is not None and step.scaler_used and not step.scaling_added:
             return  # the boundary is the scaler's update()
         if not self._owner_is_here() or not self.trains(optimizer):
@@ -850,13 +888,32 @@ class LiveLoop:
         if self._recording is not None:
             self._recording.begin()
         if measured:
+            self._seek_optimizers()
             self._meter.begin()
+            self._tell_of_budget_gap()
         begun_s = self._clock()
         self._note_heard(begun_s)
         self._open = _OpenStep(
             thread=thread, by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device)
         )
         self._open.profiled = profiled
+        self.numerics.begin(self._step)
+
+    def _seek_optimizers(self) -> None:
+        """Let the meter know the optimizers that there are already, so that their state counts from the first step on."""
+        model = self._model
+        if self._optimizers_sought or model is None:
+            return
+        self._optimizers_sought = True
+        self._optimizer_steps.find(model)
+        self._meter.follow(self._optimizer_steps.ours)
+
+    def _tell_of_budget_gap(self) -> None:
+        """An event, if the budget is not watched, and it was not for this reason that it was not before."""
+        gap = self.budget_gap
+        if gap is not None and gap != self._budget_gap_told:
+            self.record_event("note", gap)
+        self._budget_gap_told = gap
 
     def _profile_this_step(self) -> bool:
         label, self._profile_wanted = self._profile_wanted, None
@@ -918,9 +975,12 @@ class LiveLoop:
             opened.timer.stop()
         self._end_recording()
         reading = self._meter.end() if opened is not None and opened.measured else None
+        if reading is not None:
+            self._tell_of_budget_gap()
         profile = None if reading is None else self._meter.take_profile()
         if profile is not None:
             self.keep_profile(profile)
+        self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
         self._journal.put_step(
             StepRecord(
                 step=self._step,
@@ -1136,7 +1196,8 @@ def _autograd_nodes() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter) -> None:
+def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter, numerics: Numerics) -> None:
+    numerics.close()
     hooks.remove()
     for switch in switches.values():
         switch.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 
@@ -38,6 +39,20 @@ class OptimizerSteps:
             ours = any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
             known = self._known[id(optimizer)] = (weakref.ref(optimizer), ours)
         return known[1]
+
+    def find(self, model: nn.Module) -> None:
+        """Get to know the optimizers that are there already; takes some milliseconds, as all objects are looked at."""
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.optim.Optimizer) and "param_groups" in candidate.__dict__:
+                self.is_ours(candidate, model)
+
+    @property
+    def ours(self) -> list[torch.optim.Optimizer]:
+        """Those that are known to train the model."""
+        if self.given:
+            return list(self.given)
+        known = [optimizer() for optimizer, is_ours in self._known.values() if is_ours]
+        return [optimizer for optimizer in known if optimizer is not None]
 
     def count_as_ours(self, optimizer: torch.optim.Optimizer) -> None:
         """Count one that has none of the model's parameters: it optimizes an input, for example."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_widgets.core.array_readback import ArrayReadback
-from amp_widgets.core.gradient_probe import gradient_node
+from amp_widgets.core.gradient_probe import WatchedModels, gradient_node
 from amp_widgets.core.layers import inner_model
 from amp_widgets.core.memory.compiled import frames_compiled
-from amp_widgets.core.readback import Readback
+from amp_widgets.core.readback import Readback, host_value
 from amp_widgets.core.unseen import unseen
 
 Seen = Literal["arriving", "afterwards"]
@@ -81,12 +82,13 @@ class OverflowProbe:
 
     In the other steps it does nothing at all. The order in which a backward pass produces gradients is learned in the first step,
     and again in the step after each skip, which also looks at each gradient as it arrives: in a run of skips all but the first
-    are seen exactly as they came about. Nothing waits for the device.
+    are seen exactly as they came about. Nothing waits for the device. Under torch.compile no step is followed, and skips are
+    looked into afterwards.
 
     Parameters
     ----------
     model
-        Whose parameters.
+        Whose parameters; only weakly referenced.
     every_step
         Look at the gradients of each step as they arrive, whether it is skipped or not. It takes that where only the device
         knows of a skip (a fused optimizer on CUDA); else such skips are noted from the moment on that one is known of, for
@@ -95,7 +97,7 @@ class OverflowProbe:
 
     def __init__(self, model: nn.Module, *, every_step: bool = False) -> None:
         self.every_step = every_step
-        self._models: tuple[tuple[str, nn.Module], ...] = (("", model),)
+        self._models = WatchedModels([("", model)])
         self._order: tuple[int, dict[int, int]] | None = None  # of which step, and the rank of each parameter by its id
         self._follow_steps = 1  # so many of the steps to come
         self._following: _Followed | None = None
@@ -120,7 +122,7 @@ class OverflowProbe:
 
     def watch(self, models: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at these models' parameters from now on; where they are several, their names come first."""
-        self._models = tuple(models)
+        self._models = WatchedModels(models)
         self._order, self._follow_steps = None, 1
 
     def begin(self, step: int) -> None:
@@ -130,7 +132,7 @@ class OverflowProbe:
             self._stop_following()
         if (self._follow_steps > 0 or self.every_step) and not frames_compiled():
             self._follow_steps = max(self._follow_steps - 1, 0)
-            self._following = _Followed(self._models, step)
+            self._following = _Followed(self._models.alive(), step)
 
     def skipping(self) -> None:
         """The scaler is skipping an optimizer's step: the gradients are still there."""
@@ -162,11 +164,13 @@ class OverflowProbe:
         looked, self._looked = self._looked, None
         if followed is not None and followed.order:
             self._order = step, followed.order
+        if skipped is None and found_inf is not None and found_inf.is_cpu:
+            skipped = host_value(found_inf) > 0
         if skipped or self._order is None:
             self._follow_steps = max(self._follow_steps, 1)
         if skipped is False:
             return
-        if followed is not None and followed.flags:
+        if followed is not None and followed.extremes:
             looked = followed.looked()
         elif looked is None and skipped:
             looked = self._look()
@@ -182,7 +186,7 @@ class OverflowProbe:
     def close(self) -> None:
         """Let go of the model; what was noted stays."""
         self.abandon()
-        self._models, self._follow_steps, self.every_step, self._order = (), 0, False, None
+        self._models, self._follow_steps, self.every_step, self._order = WatchedModels(()), 0, False, None
         self._take_in(wait=True)
 
     def _stop_following(self) -> _Followed | None:
@@ -192,14 +196,10 @@ class OverflowProbe:
         return followed
 
     def _look(self) -> _Looked:
-        names, ranks, gradients = [], [], []
-        for name, parameter in _named_parameters(self._models):
-            if parameter.grad is not None:
-                names.append(name)
-                ranks.append(id(parameter))
-                gradients.append(parameter.grad)
+        known = [(name, one, one.grad) for name, one in _named_parameters(self._models.alive()) if one.grad is not None]
         with unseen():
-            return _Looked("afterwards", names, ranks, _readback([_flags_of(gradient) for gradient in gradients]))
+            flags = _Flags([_extremes_of(gradient) for _, _, gradient in known])
+        return _Looked("afterwards", [name for name, _, _ in known], [id(one) for _, one, _ in known], flags)
 
     def _take_in(self, *, wait: bool) -> None:
         with self._lock:
@@ -222,22 +222,36 @@ def _named_parameters(models: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple
             yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-def _flags_of(gradient: Tensor) -> Tensor:
-    """0, or 1 for inf, or 2 for NaN, in int8 and one element, on the device."""
+def _extremes_of(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The smallest and the largest number, which tell of inf and NaN in one go over the gradient; on the device."""
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient._values()
-    finite = torch.isfinite(gradient).all()
-    return (~finite).to(torch.int8).add_(torch.isnan(gradient).any())
+    return tuple(torch.aminmax(gradient)) if gradient.numel() else ()
 
 
-def _readback(flags: Sequence[Tensor]) -> tuple[list[int], ArrayReadback]:
-    """The flags on their way, and in which order: those of one device together."""
-    by_device: dict[torch.device, list[int]] = {}
-    for at, flag in enumerate(flags):
-        by_device.setdefault(flag.device, []).append(at)
-    stacked = [torch.stack([flags[at] for at in places]) for places in by_device.values()]
-    return [at for places in by_device.values() for at in places], ArrayReadback(stacked)
+class _Flags:
+    """What was found in some tensors each, on its way from the device."""
+
+    def __init__(self, extremes: Sequence[Sequence[Tensor]]) -> None:
+        together: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for at, found in enumerate(extremes):
+            for one in found:
+                together.setdefault((one.device, one.dtype), []).append((at, one))
+        self._count = len(extremes)
+        self._places = [at for pairs in together.values() for at, _ in pairs]
+        self._readback = ArrayReadback([torch.stack([one for _, one in pairs]).double() for pairs in together.values()])
+
+    def ready(self) -> bool:
+        return self._readback.ready()
+
+    def values(self) -> list[int]:
+        """Of each `_FINITE`, `_INF` or `_NAN`."""
+        flags = [_FINITE] * self._count
+        found = (float(value) for array in self._readback.arrays() for value in array)
+        for at, value in zip(self._places, found, strict=True):
+            flags[at] = max(flags[at], _NAN if math.isnan(value) else _INF if math.isinf(value) else _FINITE)
+        return flags
 
 
 @dataclasses.dataclass(slots=True)
@@ -247,7 +261,7 @@ class _Looked:
     seen: Seen
     names: list[str]
     ids: list[int]
-    flags: tuple[list[int], ArrayReadback]
+    flags: _Flags
 
 
 class _Followed:
@@ -256,17 +270,18 @@ class _Followed:
     def __init__(self, models: Sequence[tuple[str, nn.Module]], step: int) -> None:
         self.step = step
         self.order: dict[int, int] = {}
-        self.flags: dict[int, list[Tensor]] = {}  # of each parameter, one for each arrival
+        self.extremes: dict[int, list[Tensor]] = {}  # of each parameter, of all that has arrived
         self._names: dict[int, str] = {}
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
         self._over = False
-        for name, parameter in _named_parameters(models):
-            node = gradient_node(parameter)
-            if node is not None:
-                self._names[id(parameter)] = name
-                self._handles.append(node.register_prehook(functools.partial(self._arrived, id(parameter))))
-                self._nodes.append(node)
+        with unseen():  # finding a node takes an op
+            for name, parameter in _named_parameters(models):
+                node = gradient_node(parameter)
+                if node is not None:
+                    self._names[id(parameter)] = name
+                    self._handles.append(node.register_prehook(functools.partial(self._arrived, id(parameter))))
+                    self._nodes.append(node)
 
     def stop(self) -> None:
         self._over = True
@@ -276,8 +291,8 @@ class _Followed:
 
     def looked(self) -> _Looked:
         with unseen():
-            flags = [torch.stack(found).amax() if len(found) > 1 else found[0] for found in self.flags.values()]
-            return _Looked("arriving", [self._names[one] for one in self.flags], list(self.flags), _readback(flags))
+            flags = _Flags(list(self.extremes.values()))
+        return _Looked("arriving", [self._names[one] for one in self.extremes], list(self.extremes), flags)
 
     def _arrived(self, one: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
@@ -285,11 +300,11 @@ class _Followed:
             return
         try:
             with unseen():
-                flags = _flags_of(gradient)
+                extremes = _extremes_of(gradient)
         except Exception:  # a foreign tensor may do anything; it is not looked at then
             return
         self.order.setdefault(one, len(self.order))
-        self.flags.setdefault(one, []).append(flags)
+        self.extremes.setdefault(one, []).extend(extremes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -302,15 +317,14 @@ class _Arriving:
     values: Readback
 
     def ready(self) -> bool:
-        return self.values.ready() and (self.looked is None or self.looked.flags[1].ready())
+        return self.values.ready() and (self.looked is None or self.looked.flags.ready())
 
     def was_skipped(self) -> bool:
         return self.skipped if self.skipped is not None else self.values.values()[2] > 0
 
     def note(self, looked: _Looked) -> SkipNote:
         scale, loss, _ = self.values.values()
-        places, readback = looked.flags
-        flags = dict(zip(places, (flag for array in readback.arrays() for flag in array), strict=True))
+        flags = looked.flags.values()
         ranks = {} if self.order is None else self.order[1]
         count = len(looked.names)
         # what was not seen then comes last, from the end of the model on
@@ -319,11 +333,11 @@ class _Arriving:
         return SkipNote(
             step=self.step,
             scale=scale,
-            loss_finite=abs(loss) < float("inf") if self.loss_known else None,
+            loss_finite=math.isfinite(loss) if self.loss_known else None,
             parameters=tuple(found[:NAMES_KEPT]),
             nonfinite=len(found),
             of=count,
-            with_nan=sum(int(flag) == _NAN for flag in flags.values()),
+            with_nan=flags.count(_NAN),
             seen=looked.seen,
             order_of=None if self.order is None else self.order[0],
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from amp_widgets.core.settings import Settings, describe_settings
 
@@ -46,7 +47,7 @@ class ProfilePlan:
         """
         if settings is not self._settings:
             self._settings = settings
-            combination = settings.autocast, frozenset(settings.checkpointed)
+            combination = settings.autocast, frozenset(settings.checkpointed), frozenset(settings.fp32_layers)
             if combination != self._combination:
                 self._combination, self._done = combination, False
                 self._begun, self._last_step, self._tries = 0, -1, []
@@ -79,3 +80,43 @@ def free_label(label: str, step: int, taken: Collection[str]) -> str:
         number += 1
         stepped = f"{label} (step {step}, {number})"
     return stepped
+
+
+def without_step(label: str) -> str:
+    """`label` without what `free_label` has added.
+
+    >>> without_step("fp32"), without_step("fp32 (step 240)"), without_step("fp32 (step 7, 2)")
+    ('fp32', 'fp32', 'fp32')
+    """
+    return _STEP.sub("", label)
+
+
+def combination_of(label: str, checkpointed: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+    """What is the same for profiles of the same settings: the label without its step, and the layers."""
+    return without_step(label), tuple(checkpointed)
+
+
+def positions_kept(combinations: Sequence[Hashable], most: int) -> list[int]:
+    """Which profiles to keep, by their positions.
+
+    The newest of each combination is what the others are compared with: it goes last. First goes the oldest of those that have
+    a newer one of the same combination, and when there is none, the oldest.
+
+    Parameters
+    ----------
+    combinations
+        Of each profile, the oldest first, see `combination_of`.
+    most
+        So many are kept at most.
+
+    >>> positions_kept(["fp32", "bf16", "bf16", "bf16"], 3), positions_kept(["fp32", "bf16", "fp16"], 2)
+    ([0, 2, 3], [1, 2])
+    """
+    left = list(range(len(combinations)))
+    while len(left) > most:
+        newest = {combinations[position]: position for position in left}
+        left.remove(next((position for position in left if newest[combinations[position]] != position), left[0]))
+    return left
+
+
+_STEP = re.compile(r" \(step \d+(, \d+)?\)$")

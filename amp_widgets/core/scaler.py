@@ -25,6 +25,12 @@ class ScalerListener(Protocol):
     def stepping(self) -> None:
         """``step(optimizer)`` is about to step."""
 
+    def skipping(self) -> None:
+        """An optimizer's step is skipped; its gradients are still there."""
+
+    def refused(self, reason: str) -> None:
+        """``step`` or ``update`` has refused to go on, as no gradient was checked for inf."""
+
     def updated(self, step: ScaledStep) -> None:
         """``update()`` is done: this is the step boundary."""
 
@@ -381,6 +387,8 @@ class LiveScaler(torch.amp.GradScaler):
         found = any(bool(found.item()) for found in self._found_infs(_NO_OPTIMIZER))  # of anybody's; rare
         skip = found and not has_finite_gradients(optimizer)
         self._skipped_by[id(optimizer)] = skip
+        if skip:
+            self._tell_of_skip()
         assert self._scale is not None
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {self._scale.device: torch.full_like(self._scale, skip)}
@@ -400,7 +408,14 @@ class LiveScaler(torch.amp.GradScaler):
         # torch's own method, with its one sync, keeping what it found out
         skipped = bool(sum(found.item() for found in optimizer_state["found_inf_per_device"].values()))
         self._skipped_by[id(optimizer)] = skipped
+        if skipped:
+            self._tell_of_skip()
         return None if skipped else optimizer.step(*args, **kwargs)
+
+    def _tell_of_skip(self) -> None:
+        listener = self._listener_ref()
+        if listener is not None:
+            listener.skipping()
 
     def _finish(self, step: ScaledStep) -> None:
         self._last_skipped, self._skipped_by = self._skipped_by, {}
@@ -457,7 +472,11 @@ class LiveScaler(torch.amp.GradScaler):
         if "unscale FP16 gradients" in str(error):
             raise HalfParametersError(self._explain_half(optimizer)) from error
         if "No inf checks were recorded" in str(error):
-            raise NoGradientsError(self._explain_no_gradients(optimizer)) from error
+            reason = self._explain_no_gradients(optimizer)
+            listener = self._listener_ref()
+            if listener is not None:
+                listener.refused(reason)
+            raise NoGradientsError(reason) from error
 
     def _explain_half(self, optimizer: torch.optim.Optimizer | None) -> str:
         named = self._named(optimizer, lambda p: p.grad is not None and p.grad.dtype == torch.float16)

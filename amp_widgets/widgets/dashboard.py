@@ -7,11 +7,12 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, get_args
 
 import ipywidgets
 
+from amp_widgets.analysis.inspections import InspectionKind
 from amp_widgets.charts.live import TrainingChart
 from amp_widgets.core.history import History
 from amp_widgets.core.run_state import ALIVE
@@ -21,6 +22,7 @@ from amp_widgets.widgets.control import Control
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState, rounded_down
+from amp_widgets.widgets.panels import Panels, Tab
 from amp_widgets.widgets.run_control import Command, RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
@@ -92,7 +94,8 @@ class Dashboard(ipywidgets.Box):
         self._stepped_s = -math.inf  # when a loop of the user's own was last seen to go on
         self._watched = True
         self._moved_s = self._numbers_s = clock()
-        self._shown = self._seen = source.dashboard_state()
+        self._told_error: tuple[str, str] | None = None  # of a step that ran out of memory: the error, and what is shown of it
+        self._shown = self._seen = self._without_traceback(source.dashboard_state())
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
         self._still = Still(clock)
         self._status = StatusLine(self._views_changed, self._shown, still=self._still.name)
@@ -109,8 +112,9 @@ class Dashboard(ipywidgets.Box):
         columns = ipywidgets.Box((column, self._chart), _dom_classes=("ampw-columns",))
         self._memory = MemoryState()
         self._memory_panel = MemoryPanel(self._memory_command, self._request, self._memory, self._shown)
-        self._renderers: tuple[Control | MemoryPanel, ...] = (*self._controls, self._memory_panel)
-        super().__init__((self._status, columns, self._memory_panel), _dom_classes=("ampw-dashboard",))
+        self._panels = Panels(self._memory_panel, self._panel_command, self._request, self._select_tab, self._shown, clock)
+        self._renderers: tuple[Control | Panels, ...] = (*self._controls, self._panels)
+        super().__init__((self._status, columns, self._panels), _dom_classes=("ampw-dashboard",))
         self._pull_chart()
         self._pull_memory(self._shown, trains=self._shown.run == "running" or self._shown.in_cell)
         self._refresher = Refresher(weakref.WeakMethod(self.tick))
@@ -179,12 +183,12 @@ class Dashboard(ipywidgets.Box):
 
     def _ipython_display_(self, **_kwargs: Any) -> None:
         with self._lock:
-            self._still.display(self._repr_mimebundle_(), self._shown, self._history())
+            self._still.display(self._repr_mimebundle_(), self._shown, self._history(), self._memory)
 
     def show_picture_in(self, display_id: str) -> None:
         """Keep the picture for the notebook in an output that is there already; the dashboard itself is shown elsewhere."""
         with self._lock:
-            self._still.display_in(display_id, self._shown, self._history())
+            self._still.display_in(display_id, self._shown, self._history(), self._memory)
 
     def _history(self) -> History:
         return History() if self._source is None else self._source.history_so_far
@@ -197,13 +201,16 @@ class Dashboard(ipywidgets.Box):
             return False
         closed = self._source.closed  # asked first: the state is then the last one
         try:
-            state = self._source.dashboard_state()
+            state = self._without_traceback(self._source.dashboard_state())
         except Exception as error:  # shown, not lost: this runs on a thread of ours
             self._complain(f"the session cannot be shown: {type(error).__name__}: {error}")
             state = dataclasses.replace(self._shown, last_rejection=None)
         now_s = self._clock()
         loop_runs = self._loop_runs(state, now_s)
-        moved = self._pull_memory(state, trains=state.run == "running" or loop_runs) if self._watched or closed else False
+        trains = state.run == "running" or loop_runs
+        moved = self._pull_memory(state, trains=trains, everything=closed) if self._watched or closed else False
+        if self._watched or closed:
+            self._pull_panels(trains=trains, everything=closed)
         self._let_complaint_go(state, now_s)
         if self._complaint is not None and self._complaint != state.last_rejection:
             state = dataclasses.replace(state, last_rejection=self._complaint)
@@ -228,6 +235,19 @@ class Dashboard(ipywidgets.Box):
             self._let_go()
         return True
 
+    def _without_traceback(self, state: DashboardState) -> DashboardState:
+        """One line in place of the traceback of a run that has ended because memory ran out: the report says more."""
+        death = None if self._source is None else self._source.out_of_memory
+        error = state.error
+        if error is None:
+            return state
+        if death is not None and state.run == "failed" and death.step == state.step and death.report and _tells_of_memory(error):
+            self._told_error = error, str(death.report[0])
+        if self._told_error is None or self._told_error[0] != error:
+            return state
+        heading = self._told_error[1]
+        return dataclasses.replace(state, error=heading if death is None else f"{heading}. See below what would have fitted.")
+
     def _pull_chart(self, *, at_once: bool = False) -> bool:
         """Show the newest rows; whether there were any."""
         if self._source is None:
@@ -239,13 +259,18 @@ class Dashboard(ipywidgets.Box):
             self._complain(f"the chart cannot be drawn: {type(error).__name__}: {error}")
         return True
 
-    def _pull_memory(self, state: DashboardState, *, trains: bool) -> bool:
-        """Show the profiled steps where there is a new one, or other things have changed; whether they have."""
+    def _pull_memory(self, state: DashboardState, *, trains: bool, everything: bool = False) -> bool:
+        """Show the profiled steps where there is a new one, or other things have changed; whether they have.
+
+        Where another tab is shown it is left alone, unless a step has run out of memory, or `everything` is to be shown.
+        """
         source = self._source
         if source is None:
             return False
         try:
             death = source.out_of_memory
+            if not everything and self._panels.shown != "memory" and death is self._memory.death:
+                return False
             memory = MemoryState(
                 profiles=source.profiles,
                 shown=self._memory.shown,
@@ -258,6 +283,8 @@ class Dashboard(ipywidgets.Box):
             )
             if memory == self._memory:
                 return False
+            if death is not None and death is not self._memory.death:
+                self._panels.select("memory")  # the status line says that there is more below
             memory = dataclasses.replace(memory, shown=memory.shown_after(self._memory.offered))
             self._memory = memory  # first, so that what cannot be drawn is not tried again and again
             self._memory_panel.show(memory)
@@ -265,11 +292,21 @@ class Dashboard(ipywidgets.Box):
             self._complain(f"the memory within a step cannot be shown: {type(error).__name__}: {error}")
         return True
 
+    def _pull_panels(self, *, trains: bool, everything: bool) -> None:
+        if self._source is None:
+            return
+        try:
+            why_not = self._panels.pull(self._source, trains=trains, everything=everything)
+        except Exception as error:
+            why_not = f"what is in the tab cannot be shown: {type(error).__name__}: {error}"
+        if why_not is not None:
+            self._complain(why_not)
+
     def _refresh_still(self, state: DashboardState, *, goes_on: bool) -> None:
         if self._source is None:
             return
         try:
-            self._still.refresh(state, self._source.history_so_far, goes_on=goes_on)
+            self._still.refresh(state, self._source.history_so_far, self._memory, goes_on=goes_on)
         except Exception as error:
             self._complain(f"the picture for the notebook cannot be drawn: {type(error).__name__}: {error}")
 
@@ -325,6 +362,22 @@ class Dashboard(ipywidgets.Box):
                 self._memory = dataclasses.replace(self._memory, shown=tuple(values["labels"]))
                 self._memory_panel.show(self._memory)
 
+    def _panel_command(self, name: str, /, **values: Any) -> None:
+        if name == "sample":
+            self._carry_out(lambda source: source.count_gradients())
+        elif name == "every":
+            self._carry_out(lambda source: source.count_gradients(every=values["steps"]))
+        elif name == "automatic":
+            self._carry_out(lambda source: setattr(source, "check_changes", values["on"]))
+        else:
+            self._carry_out(lambda source: source.inspect(_KINDS[name]))
+
+    def _select_tab(self, name: Tab) -> None:
+        with self._lock:
+            self._panels.select(name)
+            self._refresh()
+        self._refresher.wake()
+
     def _press(self, source: Controlled, command: Command) -> None:
         before, now_s = self._pressed, self._clock()
         try:
@@ -357,6 +410,14 @@ class Dashboard(ipywidgets.Box):
         self._watched = count > 0
         if self._watched:
             self._refresher.wake()
+
+
+_KINDS: Mapping[str, InspectionKind] = {kind: kind for kind in get_args(InspectionKind)}
+
+
+def _tells_of_memory(error: str) -> bool:
+    """Whether the last lines of a traceback end with an error of memory that ran out."""
+    return any("memory" in line.lower() for line in error.splitlines() if line[:1].strip())
 
 
 class Refresher:

@@ -7,12 +7,12 @@ const NUMBERS_FROM = 5; // in a row of `rows`
 const TABLE_COLUMNS = [
   ["name", "layer", "In the order of the model; names are indented by depth"],
   ["type", "type", "The class of the layer"],
-  ["parameters", "parameters", "Of the layer and those within it"],
-  ["held", "held", "Activations made in the layer that stay in memory from its forward to its backward pass"],
+  ["parameters", "parameter bytes", "Bytes of the parameters of the layer and of those within it; how many they are, see the tree of layers"],
+  ["held", "held", "Activations made in the layer that stay in memory from its forward to its backward pass; neither parameters nor optimizer state"],
   ["output", "output", "What its last call returned"],
   ["forward", "forward", "Time of its forward pass"],
   ["backward", "backward", "Time of its backward pass"],
-  ["saves", "≈ saves", "An estimate, not measured: about what checkpointing it would free from forward to backward: held minus output. The peak of the step falls by less where it is reached elsewhere"],
+  ["saves", "≈ saves", "An estimate, not measured: about what checkpointing it would free from forward to backward: held minus output. The peak of the step falls by less where it is reached elsewhere; what would have been free when memory ran out is in the report"],
   ["costs", "≈ costs", "An estimate: what checkpointing it would cost in each step is its forward pass once more. Where it is in force: how long it was computed again, measured"],
   ["dtype", "dtype", "The format that it computes in"],
 ];
@@ -46,8 +46,9 @@ function valueOf(row, column) {
   return column in TEXT_AT ? row[TEXT_AT[column]] : row[NUMBERS_FROM + NUMBER_AT[column]];
 }
 
-/** Positions of rows in order; what is not known comes last either way. */
-function sorted(rows, positions, column, descending) {
+/** Positions of rows in order, the model itself first; what is not known comes last either way. */
+function sorted(rows, positions, column, descending, whole) {
+  if (positions.includes(whole)) return [whole, ...sorted(rows, positions.filter((i) => i !== whole), column, descending, -1)];
   const sign = descending ? -1 : 1;
   if (column === MODEL_ORDER) return descending ? [...positions].reverse() : positions;
   const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
@@ -61,8 +62,9 @@ function sorted(rows, positions, column, descending) {
 export default {
   render({ model, el }) {
     const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Memory and time by layer", "ampw-layer-table");
-    const summary = h("span", { class: "ampw-dim", role: "status" });
-    heading.append(summary);
+    const summary = h("span", { class: "ampw-dim ampw-total", role: "status" });
+    const caption = h("span", { class: "ampw-dim ampw-caption", hidden: true });
+    heading.append(caption, summary);
     const filterId = uid();
     const filter = h("input", {
       type: "text", id: filterId, placeholder: "layers.*.mlp", autocomplete: "off", spellcheck: "false",
@@ -114,7 +116,7 @@ export default {
     };
 
     const arrange = () => {
-      order = sorted(rows, matching ?? rows.map((_, i) => i), column, descending);
+      order = sorted(rows, matching ?? rows.map((_, i) => i), column, descending, model.get("whole"));
       for (const [name, { cell, arrow }] of headers) {
         const here = name === column;
         cell.setAttribute("aria-sort", here ? (descending ? "descending" : "ascending") : "none");
@@ -160,6 +162,8 @@ export default {
         type: "checkbox", "aria-label": `checkpoint ${name}`,
         onchange: () => asked.ask({ layer: name, on: box.checked }, { [name]: box.checked }),
       });
+      const tick = h("td", { class: "ampw-check" }, ...(position === model.get("whole") ? [] : [box]));
+      if (!tick.firstChild) tick.title = whyNot;
       const label = h("span", { class: "ampw-name", style: `padding-left: ${inOrder ? 12 * (parts.length - 1) : 0}px` }, inOrder && !descending ? parts.at(-1) : name);
       const cells = TABLE_COLUMNS.map(([which]) => {
         if (which === "name") return h("th", { scope: "row", title: name }, label);
@@ -167,10 +171,10 @@ export default {
         if (which === "dtype") return h("td", { class: "ampw-type" }, dtype);
         const value = valueOf(row, which);
         const exact = value === null ? null : SIZES.has(which) ? `${value.toLocaleString("en")} bytes` : null;
-        const text = which === "saves" && checkpointed ? "in force" : SIZES.has(which) ? sizeText(value) : timeText(value);
+        const text = which === "saves" && checkpointed ? "in force then" : SIZES.has(which) ? sizeText(value) : timeText(value);
         return h("td", { class: "ampw-number", title: exact }, text);
       });
-      return { box, whyNot, name, element: h("tr", { "aria-rowindex": place + 2 }, h("td", { class: "ampw-check" }, box), ...cells) };
+      return { box, whyNot, name, element: h("tr", { "aria-rowindex": place + 2 }, tick, ...cells) };
     };
 
     const drawTicks = () => {
@@ -214,11 +218,17 @@ export default {
         view.scrollTop = top;
       }
       if (document.activeElement !== filter && filter.value.trim() !== model.get("pattern")) filter.value = model.get("pattern");
+      filter.disabled = asked.locked(); // the names are matched in the kernel
+      setText(caption, model.get("caption"));
+      caption.title = model.get("caption");
       drawRows();
       view.hidden = !order.length;
       el.classList.toggle("ampw-empty", !rows.length);
       setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "The layers are listed when a step has been profiled");
-      setText(summary, !rows.length ? "" : matching ? `${order.length} of ${rows.length} layers` : `${rows.length} layers`);
+      const whole = model.get("whole");
+      const layers = rows.length - (whole >= 0);
+      const shown = order.length - order.includes(whole);
+      setText(summary, !rows.length ? "" : matching ? `${shown} of ${layers} layers` : layers === 1 ? "1 layer" : `${layers} layers`);
       const differs = ticked.size !== inForce.size || [...ticked].some((position) => !inForce.has(position));
       setWaiting(differs || asked.waits());
     };

@@ -40,16 +40,21 @@ class LayerProfileLike(Protocol):
     @property
     def checkpointed(self) -> bool: ...
     @property
+    def whole(self) -> bool: ...
+    @property
     def saved_bytes(self) -> float: ...
     @property
     def cost_s(self) -> float: ...
 
 
 NOT_KNOWN = "the model's layers are not known here"
+THE_MODEL = "the model itself"
 
 
 class LayerTable(Control):
     """The layers of a profiled step as a table: sorted by a click on a heading, filtered by a glob, ticked to be checkpointed.
+
+    The model itself, with what no layer in it holds, stays the first row however the others are sorted; it has no tick.
 
     Asks with ``request(checkpointed=names)``, always the whole set, as the layer tree does. The page holds only the rows that
     are in sight: a model with thousands of layers is one widget. `render` shows which layers are checkpointed, `show` the
@@ -60,9 +65,11 @@ class LayerTable(Control):
     _css = Control._css + (Path(__file__).parent / "memory.css").read_text(encoding="utf-8")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
+    whole = traitlets.Int(-1, help="Position in `rows` of the model itself; -1: it is not there.").tag(sync=True)
     in_force: traitlets.List[Any] = traitlets.List(help="Positions in `rows` of what is checkpointed.").tag(sync=True)
     requested: traitlets.List[Any] = traitlets.List(help="Positions of what is to be.").tag(sync=True)
     proposed: traitlets.List[Any] = traitlets.List(help="Positions of what is proposed.").tag(sync=True)
+    caption = traitlets.Unicode(help="Of which step the numbers are.").tag(sync=True)
     pattern = traitlets.Unicode(help="The filter in force.").tag(sync=True)
     matching: traitlets.List[Any] | None = traitlets.List(None, allow_none=True, help="Positions that match; None: all.").tag(
         sync=True
@@ -80,19 +87,33 @@ class LayerTable(Control):
         self._order: dict[str, int] = {}
         self._positions: dict[str, int] = {}
         self._proposed: tuple[str, ...] = ()
+        self._died_in: tuple[str, str] | None = None
         super().__init__(request, state)
         self.show(profile)
 
-    def show(self, profile: Sequence[LayerProfileLike]) -> None:
-        """Show the numbers of these layers, in the model's order; nothing is sent when they are those shown."""
+    def show(self, profile: Sequence[LayerProfileLike], *, caption: str = "", died_in: tuple[str, str] | None = None) -> None:
+        """Show the numbers of these layers, in the model's order; nothing is sent when they are those shown.
+
+        Parameters
+        ----------
+        profile
+            Of each layer.
+        caption
+            Of which step.
+        died_in
+            Phase and layer in which that step broke off: what was not measured because of that is not known. None: it ended.
+        """
         profile = tuple(profile)
-        if profile == self._profile:
+        if profile == self._profile and died_in == self._died_in:
+            self._put({"caption": caption})
             return
-        self._profile = profile
-        self._positions = {layer.name: i for i, layer in enumerate(profile)}
+        self._profile, self._died_in = profile, died_in
+        self._positions = {layer.name: i for i, layer in enumerate(profile) if not layer.whole}
+        whole = next((i for i, layer in enumerate(profile) if layer.whole), -1)
         ticks = {} if self._state is None else self._ticks(self._state)
         proposed = {"proposed": self._indices(self._proposed)}
-        self._put({"rows": self._all_rows(), "matching": self._matching(self.pattern)} | proposed | ticks)
+        rows = {"rows": self._all_rows(), "whole": whole, "matching": self._matching(self.pattern), "caption": caption}
+        self._put(rows | proposed | ticks)
 
     def propose(self, names: Sequence[str]) -> None:
         """Mark these layers."""
@@ -126,13 +147,14 @@ class LayerTable(Control):
                 self._request(checkpointed=names)
 
     def _all_rows(self) -> list[list[Any]]:
-        return [_row(layer, self._why_not.get(layer.name, NOT_KNOWN)) for layer in self._profile]
+        why_not, died_in = self._why_not, self._died_in
+        return [_row(one, THE_MODEL if one.whole else why_not.get(one.name, NOT_KNOWN), died_in) for one in self._profile]
 
     def _matching(self, pattern: str) -> list[int] | None:
         patterns = pattern.replace(",", " ").split()
         if not patterns:
             return None
-        return [i for i, layer in enumerate(self._profile) if any(matches(layer.name, one) for one in patterns)]
+        return [i for i, layer in enumerate(self._profile) if any(_matches(layer, one) for one in patterns)]
 
     def _indices(self, names: Sequence[str]) -> list[int]:
         return sorted(self._positions[name] for name in names if name in self._positions)
@@ -149,14 +171,38 @@ def matches(name: str, pattern: str) -> bool:
     return core_layers.parts_match(name.split("."), pattern.split("."))
 
 
-def _row(layer: LayerProfileLike, why_not: str) -> list[Any]:
+def _matches(layer: LayerProfileLike, pattern: str) -> bool:
+    if layer.whole and core_layers.is_glob(pattern):  # it has no name in itself
+        return core_layers.parts_match([], pattern.split("."))
+    return matches(layer.name, pattern)
+
+
+def _row(layer: LayerProfileLike, why_not: str, died_in: tuple[str, str] | None) -> list[Any]:
     """Name, type, dtype, whether it was checkpointed, why it cannot be, and numbers: bytes and seconds, None where not known."""
-    sizes = (layer.parameter_bytes, layer.activation_bytes, layer.output_bytes)
-    possible = why_not in ("", NOT_KNOWN)
+    held, output, forward_s, backward_s = _measured(layer, died_in)
+    possible = why_not in ("", NOT_KNOWN) and not math.isnan(held + output)
     trade = (layer.saved_bytes, layer.cost_s) if possible else (math.nan, math.nan)
-    numbers = (*sizes, layer.forward_s, layer.backward_s, *trade)
+    numbers = (layer.parameter_bytes, held, output, forward_s, backward_s, *trade)
     known = [number if math.isfinite(number) else None for number in numbers]
     return [layer.name, layer.type, layer.dtype, layer.checkpointed, why_not, *known]
+
+
+def _measured(layer: LayerProfileLike, died_in: tuple[str, str] | None) -> tuple[float, float, float, float]:
+    """Held and output bytes, seconds forward and backward; NaN for what was not measured, as where a step did not get to."""
+    held: float = layer.activation_bytes
+    output: float = layer.output_bytes
+    forward_s, backward_s = layer.forward_s, layer.backward_s
+    phase, inner = died_in or ("", "")
+    if layer.whole or layer.name == inner or inner.startswith(f"{layer.name}."):  # it was in this one that the step broke off
+        if phase == "forward":
+            return math.nan, math.nan, math.nan, math.nan
+        if phase in ("backward", "recompute"):
+            backward_s = math.nan
+    if not layer.calls:  # what only holds other layers holds what they hold
+        return held or math.nan, math.nan, math.nan, backward_s
+    if died_in is not None and not forward_s:  # called, and never left
+        return math.nan, math.nan, math.nan, math.nan
+    return held, output, forward_s, backward_s
 
 
 def _why_not(layer: Any) -> str:

@@ -19,7 +19,8 @@ export default {
     const reportLines = h("div", {});
     const dismiss = h("button", { type: "button", title: "Take this report away", onclick: () => asked.ask({ dismiss: true }) }, "Dismiss");
     const checkpoint = h("button", { type: "button", onclick: () => asked.ask({ checkpoint: true }) });
-    const folded = h("details", {}, summary, reportLines, h("div", { class: "ampw-choices" }, checkpoint, dismiss));
+    const whatNext = h("span", { role: "status", hidden: true });
+    const folded = h("details", {}, summary, reportLines, h("div", { class: "ampw-choices" }, checkpoint, whatNext, dismiss));
     const report = h("div", { class: "ampw-report", hidden: true }, folded);
     body.append(h("div", { class: "ampw-choices" }, button, whyNot), report, choices, sentence, details);
 
@@ -52,6 +53,7 @@ export default {
       report.hidden = heading === "";
       const proposed = model.get("proposed");
       setText(checkpoint, proposed.length ? `Checkpoint ${proposed.length > 1 ? `the ${proposed.length} proposed layers` : proposed[0]}` : "");
+      setText(whatNext, model.get("what_next"));
       checkpoint.title = `In force from the next step: ${proposed.join(", ")}`;
       checkpoint.disabled = dismiss.disabled = asked.locked();
     };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,16 +10,19 @@ from typing import Any, Protocol
 import traitlets
 
 from amp_widgets.charts.ceiling import Death
+from amp_widgets.charts.labels import shortened
 from amp_widgets.charts.mountain import mountain_sentence
-from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, recompute_s
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, peak_place, recompute_s, sizes_texts
 from amp_widgets.charts.phases import recomputes_of
 from amp_widgets.charts.reserved import EXPLAINED, RETRIES
+from amp_widgets.core.profiling import without_step
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import seconds_text
 
 MOST_REPORT_LINES = 40
+PLACE_CHARACTERS = 60
 SMALLEST_CHANGE = 0.02
 """Of the higher peak: what a kind has changed by less than this is not worth a word."""
 
@@ -45,6 +49,7 @@ class MemoryControl(Control):
     details: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
     report: traitlets.List[Any] = traitlets.List(help="Lines; the first is the heading.").tag(sync=True)
     proposed: traitlets.List[Any] = traitlets.List(help="Layers that are proposed, and not asked for yet.").tag(sync=True)
+    what_next = traitlets.Unicode(help="What to do now that they are asked for.").tag(sync=True)
     fitted = traitlets.Unicode(help="That steps have fitted since.").tag(sync=True)
 
     def __init__(self, command: Command, state: MemoryState | None = None) -> None:
@@ -61,16 +66,16 @@ class MemoryControl(Control):
                 "pending": state.pending,
                 "trains": state.trains,
                 "why_not": "" if state.death is not None and not state.fitted else state.why_not or "",  # the report says more
-                "sentence": _capital(mountain_sentence(chosen, deaths)) if chosen else "",
+                "sentence": _capital(mountain_sentence(chosen, deaths, state.ceiling)) if chosen else "",
                 "details": _details(chosen, deaths),
                 "report": [] if state.death is None else list(state.death.report[:MOST_REPORT_LINES]),
                 "fitted": state.fitted_text,
             }
         )
 
-    def propose(self, names: Sequence[str]) -> None:
-        """Offer to checkpoint these layers."""
-        self._put({"proposed": list(names)})
+    def propose(self, names: Sequence[str], what_next: str = "") -> None:
+        """Offer to checkpoint these layers; or say what comes next, when that was asked for."""
+        self._put({"proposed": list(names), "what_next": what_next})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {}  # it shows a `MemoryState`
@@ -94,11 +99,16 @@ class MemoryControl(Control):
 
 
 def _option_text(profile: StepProfileLike, deaths: Mapping[str, Death]) -> str:
-    """The label, the step where the label does not name it, and the peak."""
-    step = f"step {profile.step:,}, " if profile.step >= 0 and "step " not in profile.label else ""
+    """The label, the step and the peak; of several profiles of one step with the same label, which one."""
     if profile.label in deaths:
         return profile.label
-    return f"{profile.label} ({step}peak {memory_text(peak_of(profile)[1])})"
+    peak = f"peak {memory_text(peak_of(profile)[1])}"
+    label = without_step(profile.label)
+    added = profile.label.removeprefix(label)
+    if profile.step < 0 or (added and not re.fullmatch(rf" \(step {profile.step}(, \d+)?\)", added)):
+        return f"{profile.label} ({peak})"  # of a step of its own, or a label that somebody wrote
+    number = added.partition(", ")[2].removesuffix(")")
+    return f"{label} (step {profile.step:,}, {f'no. {number}, ' if number else ''}{peak})"
 
 
 def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> list[str]:
@@ -106,7 +116,7 @@ def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> 
     if not chosen:
         return []
     newest = chosen[-1]
-    made_of = [_at_peak(profile) for profile in chosen]
+    made_of = [_made_of(profile, died=profile.label in deaths) for profile in chosen]
     if len(chosen) == 1:
         parts = sorted(((size, kind) for kind, size in made_of[0].items() if size), reverse=True)
         words = [f"{KIND_NAMES[kind]} {memory_text(size)}" for size, kind in parts]
@@ -117,8 +127,10 @@ def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> 
         least = SMALLEST_CHANGE * max(sum(before.values()), sum(after.values()))
         changed = [kind for kind in reversed(KINDS) if abs(after[kind] - before[kind]) > least]
         changed.sort(key=lambda kind: -abs(after[kind] - before[kind]))
-        words = [f"{KIND_NAMES[kind]} {memory_text(before[kind])} → {memory_text(after[kind])}" for kind in changed]
-        sentences = [f"At the peak: {', '.join(words)}"] if words else []
+        words = [f"{KIND_NAMES[kind]} {' → '.join(sizes_texts(before[kind], after[kind])[:2])}" for kind in changed]
+        sentences = [f"{_when_compared(chosen, deaths)}: {', '.join(words)}"] if words else []
+    above = [deaths[profile.label].above_before(profile) for profile in chosen if profile.label in deaths]
+    sentences += [_capital(one) for one in above if one]
     again = len(recomputes_of(newest.phases))
     if again:
         times = f"{again} time{'s' * (again > 1)}"
@@ -137,8 +149,24 @@ def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> 
     return [*sentences, *(f"Counted: {source}" for source in sources if source), *notes]
 
 
-def _at_peak(profile: StepProfileLike) -> dict[str, int]:
-    point, _ = peak_of(profile)
+def _when_compared(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> str:
+    """The two moments that are compared, where they are not the same part of the step."""
+    before, after = (
+        "when memory ran out" if profile.label in deaths else shortened(peak_place(profile), PLACE_CHARACTERS)
+        for profile in chosen
+    )
+    if before == after or not (before and after):
+        return "At the peak"
+    if chosen[0].label in deaths:
+        return f"When memory ran out, and at the peak, which is {after}"
+    if chosen[1].label in deaths:
+        return f"At the peak, which was {before}, and when memory ran out"
+    return f"At the peak, which was {before} and is now {after}"
+
+
+def _made_of(profile: StepProfileLike, *, died: bool) -> dict[str, int]:
+    """By kind, at the peak; of a step that `died`, at its end."""
+    point = len(profile.bytes_by_kind) - 1 if died else peak_of(profile)[0]
     return {kind: int(profile.bytes_by_kind[point, i]) if point >= 0 else 0 for i, kind in enumerate(KINDS)}
 
 

@@ -10,6 +10,7 @@ import ipywidgets
 from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.figure_view import FigureView
 from amp_widgets.charts.mountain import NO_DEATHS, mountain_figure, mountain_sentence
+from amp_widgets.core.profiling import without_step
 from amp_widgets.widgets.layer_table import LayerTable
 from amp_widgets.widgets.memory_control import Command, MemoryControl
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
@@ -64,11 +65,11 @@ class MemoryPanel(ipywidgets.Box):
         if same and ceiling == self._ceiling and deaths == self._deaths:
             return
         self._chosen, self._ceiling, self._deaths = chosen, ceiling, deaths
-        self._table.show(chosen[-1].layers if chosen else ())
+        self._show_table(state)
         if chosen:
             self._figure.show(
                 lambda theme: mountain_figure(chosen, title="", theme=theme, ceiling=ceiling, deaths=deaths),
-                label=_spoken(chosen, deaths),
+                label=_spoken(chosen, deaths, ceiling),
             )
         else:
             self._figure.clear(NOTHING_YET)
@@ -96,9 +97,21 @@ class MemoryPanel(ipywidgets.Box):
             self.layout.close()
         super().close()
 
+    def _show_table(self, state: MemoryState) -> None:
+        if not state.chosen:
+            self._table.show(())
+            return
+        shown = state.chosen[-1]
+        death = state.death if shown.label in self._deaths else None
+        step = "of a step of its own" if shown.step < 0 else f"of step {shown.step:,}"
+        caption = f"{step}: {without_step(shown.label)}" if death is None else f"{step}, until it ran out of memory"
+        self._table.show(shown.layers, caption=caption, died_in=None if death is None else (death.phase, death.layer))
+
     def _show_proposed(self) -> None:
         requested = () if self._dashboard is None else self._dashboard.requested("checkpointed")
-        self._control.propose([name for name in self._proposed if name not in requested])
+        left = [name for name in self._proposed if name not in requested]
+        asked_for = bool(self._proposed) and not left and self._dashboard is not None
+        self._control.propose(left, _what_next(self._dashboard, self._proposed) if asked_for and self._dashboard else "")
         self._table.propose(self._proposed)
 
     def _asked(self, name: str, /, **values: Any) -> None:
@@ -110,11 +123,24 @@ class MemoryPanel(ipywidgets.Box):
             self._request(checkpointed=(*known, *sorted(wanted - set(known))))
 
     def __repr__(self) -> str:
-        return f"<amp_widgets memory panel: {_spoken(self._chosen, self._deaths) if self._chosen else 'no step profiled yet'}>"
+        shown = _spoken(self._chosen, self._deaths, self._ceiling) if self._chosen else "no step profiled yet"
+        return f"<amp_widgets memory panel: {shown}>"
 
 
-def _spoken(chosen: tuple[StepProfileLike, ...], deaths: Mapping[str, Death]) -> str:
-    return f"Memory within a step, {' against '.join(profile.label for profile in chosen)}: {mountain_sentence(chosen, deaths)}"
+def _spoken(chosen: tuple[StepProfileLike, ...], deaths: Mapping[str, Death], ceiling: Ceiling | None) -> str:
+    sentence = mountain_sentence(chosen, deaths, ceiling)
+    return f"Memory within a step, {' against '.join(profile.label for profile in chosen)}: {sentence}"
+
+
+def _what_next(dashboard: DashboardState, names: tuple[str, ...]) -> str:
+    """What the user does when the proposed layers are asked for, and no step has fitted since."""
+    done = "in force" if set(names) <= set(dashboard.settings.checkpointed) else "requested"
+    layers = f"Checkpointing of {names[0] if len(names) == 1 else f'the {len(names)} proposed layers'} is {done}"
+    if dashboard.run == "running" or dashboard.in_cell:
+        return f"{layers}: the next step tries again with it"
+    if dashboard.run == "paused":
+        return f"{layers}; press Resume to try again"
+    return f"{layers}; {'run the cell of your loop again' if dashboard.run == 'none' else 'press Start to try again'}"
 
 
 def _nobody(*_args: object, **_values: object) -> None:

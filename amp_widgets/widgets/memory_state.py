@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.peaks import StepLike, place_text
+from amp_widgets.core.profiling import combination_of
 from amp_widgets.widgets.layer_table import LayerProfileLike
 
 
@@ -131,18 +131,22 @@ class MemoryState:
 
     @property
     def ceiling(self) -> Ceiling | None:
-        """What is drawn as the height that memory may not go above: the budget, or what the step that is shown died of."""
+        """What is drawn as the height that memory may not go above: the budget that is set; else what the step that is shown died
+        of, where that is the device's memory, or nothing newer is shown beside it."""
         if self.budget_bytes is not None:
             return Ceiling(size_bytes=self.budget_bytes, name="budget")
-        deaths = self.deaths
-        return self._limit if any(profile.label in deaths for profile in self.chosen) else None
+        deaths, died, chosen = self.deaths, self.death, self.chosen
+        if died is None or not any(profile.label in deaths for profile in chosen):
+            return None
+        return self._limit if died.cause != "budget" or chosen[-1].label in deaths else None
 
     @property
     def _limit(self) -> Ceiling | None:
         died = self.death
         if died is None or not math.isfinite(died.limit_bytes):
             return None
-        return Ceiling(size_bytes=died.limit_bytes, name="budget" if died.cause == "budget" else f"memory of {died.device}")
+        budget = "budget" if died.limit_bytes == self.budget_bytes else "budget then"
+        return Ceiling(size_bytes=died.limit_bytes, name=budget if died.cause == "budget" else f"memory of {died.device}")
 
     @property
     def fitted_text(self) -> str:
@@ -180,7 +184,4 @@ def rounded_down(steps: int) -> int:
 
 def settings_of(profile: StepProfileLike) -> tuple[str, tuple[str, ...]]:
     """What tells whether two profiles are of the same settings: the label without its step, and the layers."""
-    return _STEP.sub("", profile.label), tuple(layer.name for layer in profile.layers if layer.checkpointed)
-
-
-_STEP = re.compile(r" \(step \d+(, \d+)?\)$")
+    return combination_of(profile.label, (layer.name for layer in profile.layers if layer.checkpointed))

@@ -11,9 +11,11 @@ from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import AutocastName, Settings
 
 if TYPE_CHECKING:
+    from amp_widgets.analysis.inspections import Inspection, InspectionKind
     from amp_widgets.core.autocast import Support
     from amp_widgets.core.checkpointing import Layer
     from amp_widgets.core.history import History
+    from amp_widgets.core.numerics import Numerics
     from amp_widgets.widgets.memory_state import OutOfMemoryLike, StepProfileLike
 
 
@@ -132,6 +134,26 @@ class Controlled(Protocol):
 
     def clear_out_of_memory(self) -> None:
         """Forget `out_of_memory`."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """What is watched of the numbers; it keeps what was found also when all is closed."""
+
+    def count_gradients(self, every: int | None = None) -> None:
+        """Count the sizes of gradients in the next step, or in every so many-th; 0: in none."""
+
+    check_changes: bool
+    """Whether a check is done after each change of the checkpointed layers."""
+
+    @property
+    def why_no_batch(self) -> str | None:
+        """Why there is no batch that `inspect` could work on; None when there is one."""
+
+    def inspect(self, kind: InspectionKind) -> None:
+        """Ask for an inspection between two steps; without a run that trains it is made at once. Raises RunError."""
+
+    def inspection(self, kind: InspectionKind) -> Inspection:
+        """How that stands; the same object as long as nothing has changed."""
 
     def request(self, *, source: str = "script", **changes: Any) -> object:
         """Ask for settings, in force from the next step. Raises SettingsError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import uuid
 from collections.abc import Callable, Mapping
@@ -11,8 +10,11 @@ from typing import Any
 import numpy as np
 from IPython.core.display_functions import display, update_display
 
-from amp_widgets.charts.still import picture_html, training_svg
+from amp_widgets.charts.labels import shortened
+from amp_widgets.charts.mountain import KIND_COLOURS, mountain_sentence
+from amp_widgets.charts.still import FEWER_POINTS, LINE_POINTS, memory_svg, picture_html, training_svg
 from amp_widgets.core.history import History
+from amp_widgets.widgets.memory_state import MemoryState
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import in_force_text
 
@@ -23,6 +25,7 @@ MOST_OF_TIME = 0.01
 """Drawing takes no more of the time than this."""
 NOT_SHOWN = "The amp_widgets dashboard is a widget, and none is shown here. To have it live, run this cell again in JupyterLab."
 """The plain text of the dashboard itself."""
+MOST_REPORT_LINES, REPORT_CHARACTERS, LABEL_CHARACTERS = 12, 400, 80
 COLUMNS = ("step", "loss", "scale", "skipped", "allocated_bytes", "peak_bytes", "reserved_bytes", "step_s")
 
 
@@ -52,16 +55,16 @@ class Still:
         self._sentence = ""  # of the picture that is there
         self._stood: tuple[str, bool] | None = None  # the run then, and whether it went on
 
-    def display(self, view: Mapping[str, Any], state: DashboardState, history: History) -> None:
+    def display(self, view: Mapping[str, Any], state: DashboardState, history: History, memory: MemoryState) -> None:
         """Show the `view`, a bundle of MIME types, and the picture below it."""
         display(dict(view), raw=True)
-        display(self._bundle(state, history), raw=True, display_id=self._display_id)
+        display(self._bundle(state, history, memory), raw=True, display_id=self._display_id)
         self._note_drawn(state)
 
-    def display_in(self, display_id: str, state: DashboardState, history: History) -> None:
+    def display_in(self, display_id: str, state: DashboardState, history: History, memory: MemoryState) -> None:
         """Show the picture in an output that is there already."""
         self._display_id = display_id
-        update_display(self._bundle(state, history), raw=True, display_id=display_id)
+        update_display(self._bundle(state, history, memory), raw=True, display_id=display_id)
         self._note_drawn(state)
 
     def _note_drawn(self, state: DashboardState) -> None:
@@ -69,7 +72,7 @@ class Still:
         self._next_s = self._since_s + SOONEST_S
         self._sentence, self._stood = still_sentence(state), None
 
-    def refresh(self, state: DashboardState, history: History, *, goes_on: bool) -> None:
+    def refresh(self, state: DashboardState, history: History, memory: MemoryState, *, goes_on: bool) -> None:
         """Draw it anew where it is on a page, something has changed, and either it is time or the run `goes_on` no more."""
         now_s, sentence, stands = self._clock(), still_sentence(state), (state.run, goes_on)
         if self._since_s is None or sentence == self._sentence:
@@ -78,20 +81,36 @@ class Still:
         if now_s < self._next_s and not halts:
             return
         self._sentence, self._stood = sentence, stands
-        update_display(self._bundle(state, history), raw=True, display_id=self._display_id)
+        update_display(self._bundle(state, history, memory), raw=True, display_id=self._display_id)
         cost_s = self._clock() - now_s
         rest_s = min(max((now_s - self._since_s) * PART_OF_AGE, SOONEST_S), RAREST_S)
         self._next_s = now_s + max(rest_s, cost_s / MOST_OF_TIME)
 
-    def _bundle(self, state: DashboardState, history: History) -> dict[str, str]:
+    def _bundle(self, state: DashboardState, history: History, memory: MemoryState) -> dict[str, str]:
         columns = history.columns(*COLUMNS)
         caption = still_sentence(state)
+        svg = ""
         if np.size(columns["step"]):
-            svg = training_svg(columns, history.events(), memory_source=state.memory_source)
-            picture = picture_html(svg, caption, class_=self.name)
-        else:
-            picture = f'<div class="{self.name}"><p>{html.escape(caption)}</p></div>'
+            points = FEWER_POINTS if memory.chosen else LINE_POINTS
+            svg = training_svg(columns, history.events(), memory_source=state.memory_source, line_points=points)
+        report: tuple[str, ...] = ()
+        if memory.death is not None:
+            lines = memory.death.report[:MOST_REPORT_LINES]
+            report = (*([memory.fitted_text] if memory.fitted else []), *(shortened(line, REPORT_CHARACTERS) for line in lines))
+        picture = picture_html(svg, caption, class_=self.name, memory=_memory(memory), report=report)
         return {"text/plain": caption, "text/html": picture + _NOT_FOUND.format(self.name)}
+
+
+def _memory(memory: MemoryState) -> tuple[str, str] | None:
+    """The picture of the memory within a step, and its sentence."""
+    if not memory.chosen:
+        return None
+    sentence = mountain_sentence(memory.chosen, memory.deaths, memory.ceiling)
+    svg = memory_svg(memory.chosen, memory.deaths, memory.ceiling, KIND_COLOURS["light"])
+    if len(memory.chosen) == 1 and memory.chosen[0].label in memory.deaths:  # its label says the same
+        return svg, sentence[:1].upper() + sentence[1:]
+    labels = " → ".join(shortened(profile.label, LABEL_CHARACTERS) for profile in memory.chosen)
+    return svg, f"{labels}: {sentence}"
 
 
 def still_sentence(state: DashboardState) -> str:

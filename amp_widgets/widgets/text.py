@@ -102,7 +102,8 @@ def in_force_text(state: DashboardState) -> str:
         scale = "loss not scaled"
     count = len(settings.checkpointed)
     layers = "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
-    return f"{settings.autocast} · {scale} · {layers}"
+    kept = f" · {len(settings.fp32_layers)} kept in FP32" if settings.fp32_layers else ""
+    return f"{settings.autocast} · {scale} · {layers}{kept}"
 
 
 def _three_digits(value: float) -> str:

@@ -104,6 +104,14 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     assert any("out of memory here" in note and "budget 100.0 MB" in note for note in drawn()["notes"])
     proposed = python("session.out_of_memory.layers_to_checkpoint")
     assert proposed
+    error = area.locator(".ampw-error").inner_text()
+    assert error == f"{python('session.out_of_memory.report')[0]}. See below what would have fitted."
+    assert panel.locator(".ampw-caption").inner_text().endswith("until it ran out of memory")
+    held = python(
+        "dict(zip(['parameters', 'optimizer state'], map(int, session.out_of_memory.profile.bytes_by_kind[-1][[0, 3]])))"
+    )
+    for kind, size_bytes in held.items():
+        assert f"{kind} {size_bytes / 1e6:.1f} MB" in panel.locator(".ampw-notes").inner_text()
     assert panel.locator("tr.ampw-proposed").count() == len(proposed)
     notebook.screenshot("dashboard-memory-death-dark", area)
     notebook.set_theme("light")
@@ -114,12 +122,17 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     # what is proposed, and more; then it fits, and the report says so
     panel.locator(".ampw-report").get_by_role("button", name="Checkpoint").click()
     wait(lambda: asked_for() == proposed, "the proposal was not asked for")
+    panel.get_by_text("requested; press Start to try again").wait_for()
+    notebook.screenshot("dashboard-memory-requested", panel)
     notebook.kernel.exec("session.request(checkpointed=['layers.*'])")
     press("Start")
     summary = panel.locator(".ampw-report summary")
     wait(lambda: "since then" in summary.inner_text(), "the report does not say that steps fit")
     assert panel.get_by_role("alert").count() == 0
     wait(lambda: "it fits" in sentence.inner_text(), "the step that fits was not compared with the one that did not")
+    notebook.kernel.exec("session.memory_budget = None")
+    wait(lambda: "no budget is set now" in sentence.inner_text(), "the sentence is of a budget that is not in force")
+    assert "ceiling" not in drawn()["shapes"]
     notebook.screenshot("dashboard-memory-fits", area)
     press("Stop")
 
@@ -133,3 +146,19 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth + 1")
     assert panel.locator("p b, option b, th b").count() == 0
     notebook.screenshot("dashboard-memory-narrow", area)
+
+    # what is left of it without a kernel
+    notebook.page.set_viewport_size({"width": 1280, "height": 1400})
+    notebook.kernel.exec("session.memory_budget = 30e6")
+    press("Start")
+    wait(lambda: "out of memory" in sentence.inner_text().lower(), "the last run did not run out of memory")
+    heading = python("session.out_of_memory.report")[0]
+    wait(lambda: any(heading in str(one) for one in notebook.outputs(0)), "the picture for the notebook has no report")
+    notebook.save()
+    notebook.shut_down()
+    notebook.reload(kernel=False)
+    picture = notebook.output(0).get_by_role("img", name="Memory within a step")
+    picture.wait_for()
+    assert picture.evaluate("one => one.complete && one.naturalWidth") == 900
+    assert notebook.output(0).get_by_text(heading, exact=True).is_visible()
+    notebook.screenshot("dashboard-memory-still", notebook.output(0))

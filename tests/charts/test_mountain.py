@@ -11,8 +11,9 @@ import pytest
 
 from amp_widgets.charts import peaks
 from amp_widgets.charts.ceiling import Ceiling, Death
+from amp_widgets.charts.decimate import kept_points
 from amp_widgets.charts.look import COLOURS
-from amp_widgets.charts.mountain import KIND_COLOURS, MOST_POINTS, kept_points, mountain_figure, mountain_sentence
+from amp_widgets.charts.mountain import KIND_COLOURS, MOST_POINTS, mountain_figure, mountain_sentence
 from amp_widgets.charts.phases import MOST_BANDS, WIDTH, aligned, recomputes_of
 from amp_widgets.charts.reserved import together
 from amp_widgets.core.memory import profile as core_profile
@@ -283,13 +284,32 @@ def test_kinds_and_words_are_those_of_the_core() -> None:
     ("before", "after", "text"),
     [
         (185_100_000, 104_400_000, "peak 185.1 MB → 104.4 MB: 80.7 MB less (-43.6 %)"),
-        (1000, 1500, "peak 1.0 kB → 1.5 kB: 500 B more (+50.0 %)"),
+        (1000, 1500, "peak 1.00 kB → 1.50 kB: 0.50 kB more (+50.0 %)"),
         (1000, 1000, "peak 1.0 kB → 1.0 kB: the same"),
         (0, 10, "peak 0 B → 10 B: 10 B more"),
+        (10_051_000, 5_249_000, "peak 10.1 MB → 5.2 MB: 4.9 MB less (-47.8 %)"),  # as written; 4.8 MB otherwise
+        (10_140_000, 10_260_000, "peak 10.14 MB → 10.26 MB: 0.12 MB more (+1.2 %)"),
+        (1_249_000_000, 950_000_000, "peak 1.25 GB → 0.95 GB: 0.30 GB less (-23.9 %)"),
+        (500_000_000, 900_000, "peak 500.0 MB → 900.0 kB: 499.1 MB less (-99.8 %)"),
+        (10_141_000, 10_141_100, "peak 10.1 MB → 10.1 MB: 100 B more (+0.0 %)"),
     ],
 )
 def test_difference_text(before: int, after: int, text: str) -> None:
     assert peaks.difference_text(before, after) == text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_difference_is_that_of_the_sizes_as_they_are_written(seed: int) -> None:
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    for _ in range(2000):
+        before = int(10 ** random.uniform(3, 12))
+        after = int(before * 10 ** random.uniform(-1, 1))
+        texts = peaks.sizes_texts(before, after)
+        units = {text.split()[1] for text in texts}
+        if len(units) == 1 and float(texts[2].split()[0].replace(",", "")):
+            one, two, apart = (float(text.split()[0].replace(",", "")) for text in texts)
+            assert abs(two - one) == pytest.approx(apart, abs=1e-9), (before, after, texts)
 
 
 def test_how_long_recompute_took(lean: StepProfile, fp32: StepProfile) -> None:
@@ -401,12 +421,71 @@ def test_before_and_after_a_death(lean: StepProfile) -> None:
     assert shapes(figure, "height") == []  # not two peaks: there is no distance
     peak = peaks.peak_of(lean)[1]
     left = peaks.memory_text(150e6 - peak)
-    assert mountain_sentence([step, lean], died(step)) == (
+    assert mountain_sentence([step, lean], died(step), BUDGET) == (
         f"out of memory at 151.0 MB → peak {peaks.memory_text(peak)}: it fits, {left} to spare (budget 150.0 MB)"
     )
-    assert mountain_sentence([lean, step], died(step)) == (
+    assert mountain_sentence([lean, step], died(step), BUDGET) == (
         f"peak {peaks.memory_text(peak)} → out of memory at 151.0 MB: it does not fit (budget 150.0 MB)"
     )
+
+
+def test_a_step_after_a_death_is_held_against_what_is_in_force_now(lean: StepProfile) -> None:
+    step = dead_step().profile
+    then = died(step, ceiling=Ceiling(size_bytes=150e6, name="budget then"))
+    peak = "peak 74.2 MB"
+    assert mountain_sentence([step, lean], then) == (
+        f"out of memory at 151.0 MB (budget then 150.0 MB) → {peak}; no budget is set now"
+    )
+    for size_bytes, verdict in ((80e6, "it fits, 5.8 MB to spare (budget 80.0 MB)"), (70e6, "it does not fit (budget 70.0 MB)")):
+        now = Ceiling(size_bytes=size_bytes, name="budget")
+        sentence = mountain_sentence([step, lean], then, now)
+        assert sentence == f"out of memory at 151.0 MB (budget then 150.0 MB) → {peak}: {verdict}"
+        assert mountain_figure([step, lean], deaths=then, ceiling=now).layout.title.text == f"<b>{sentence}</b>"
+    assert mountain_sentence([lean, step], then, BUDGET).endswith(": it does not fit (budget then 150.0 MB)")
+
+
+def test_more_that_was_held_earlier_in_a_step_that_died_is_explained() -> None:
+    write = Writer()
+    write.live |= {"parameter": 30, "gradient": 30}
+    write.point("zero_grad", "", "", temporary=0)
+    write.point("zero_grad", "", "", gradient=-30)
+    write.point("forward", "a", "aten::mm", activation=0)
+    step = write.profile("dead")
+    death = Death(requested_bytes=20, ceiling=Ceiling(size_bytes=42, name="budget"))
+    assert death.above_before(step).startswith("earlier in the step 60 B were held, more than the budget of 42 B: ")
+    assert (death.asked_bytes(step), death.needed_bytes(step)) == (50, 60)
+    assert mountain_sentence([step, small()], {"dead": death}).startswith("out of memory at 50 B (budget 42 B) → ")
+    assert Death(requested_bytes=20, ceiling=Ceiling(size_bytes=60, name="budget")).above_before(step) == ""
+    assert Death(requested_bytes=20).above_before(step) == ""
+
+
+def test_a_low_peak_far_to_the_right_is_noted_on_its_left_and_not_on_the_note_of_the_other() -> None:
+    def step(label: str, backward: int) -> StepProfile:
+        write = Writer()
+        write.live["parameter"] = 50
+        for _ in range(40):
+            write.point("forward", "a", "aten::mm", activation=1)
+        for _ in range(40):
+            write.point("backward", "a", "aten::mm", activation=-1, gradient=backward)
+        return write.profile(label)
+
+    figure = mountain_figure([step("high", 1), step("low", 2)])
+    before, after = note(figure, "peak 0"), note(figure, "peak 1")
+    assert (after.y, before.y) == (130, 90)
+    turned = mountain_figure([step("low", 2), small()])
+    right = note(turned, "peak 0")
+    assert right.x > 80
+    assert (right.xanchor, right.ax < 0) == ("right", True)
+    same_side = mountain_figure([dataclasses.replace(step("low", 2), label="x"), step("low", 2)])
+    one, other = note(same_side, "peak 0"), note(same_side, "peak 1")
+    assert (one.xanchor, other.xanchor) == ("right", "right")
+    assert one.ay < 0 < other.ay or other.ay < 0 < one.ay
+
+
+def test_the_name_of_a_ceiling_is_legible_on_any_area_and_stays_when_one_zooms(lean: StepProfile) -> None:
+    for theme in ("light", "dark"):
+        name = note(mountain_figure([lean], ceiling=Ceiling(size_bytes=5e6, name="budget"), theme=theme), "ceiling")
+        assert (name.bgcolor, name.xref) == (COLOURS[theme].background, "paper")
 
 
 def test_a_ceiling_far_above_is_named_and_does_not_press_the_mountain_flat(fp32: StepProfile) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import itertools
 import math
 import re
@@ -13,10 +14,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from amp_widgets.charts.still import LINE_POINTS, WIDTH_PX, picture_html, training_svg
+from amp_widgets.charts.mountain import KIND_COLOURS
+from amp_widgets.charts.still import FEWER_POINTS, LINE_POINTS, MOUNTAIN_PX, WIDTH_PX, memory_svg, picture_html, training_svg
 from amp_widgets.core.history import Event
+from amp_widgets.widgets.memory_state import MemoryState
+from tests.charts.gpt_step import Phase, Writer, dead_step, gpt_step
 
 MOST_BYTES = 40_000
+MOST_MEMORY_BYTES = 9_000
 nan, inf = math.nan, math.inf
 
 
@@ -169,6 +174,8 @@ def test_its_size_does_not_grow_with_the_run(rows: int) -> None:
     assert time.perf_counter() - start_s < 5
     ElementTree.fromstring(svg)
     assert len(svg.encode()) <= MOST_BYTES
+    fewer = training_svg(columns, events, memory_source="<&>" * 200, line_points=FEWER_POINTS)
+    assert len(fewer.encode()) <= MOST_BYTES - MOST_MEMORY_BYTES
 
 
 def test_extremes_survive() -> None:
@@ -202,3 +209,80 @@ def test_it_needs_numpy_only() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) > 1000
+
+
+# ---- the memory within a step ----
+
+
+def memory(state: MemoryState) -> ElementTree.Element:
+    return ElementTree.fromstring(memory_svg(state.chosen, state.deaths, state.ceiling, KIND_COLOURS["light"]))
+
+
+def areas(root: ElementTree.Element) -> dict[str, list[float]]:
+    """Colour → heights in pixels above the bottom, the areas below included."""
+    bottom = 2.0 * (26 + MOUNTAIN_PX)
+    found = {}
+    for path in root.iter("{http://www.w3.org/2000/svg}path"):
+        d = path.get("d", "")
+        if path.get("transform") and path.get("fill") != "none":
+            heights = [float(d.split()[1].split("H")[0]), *(float(number) for number in re.findall(r"V(\d+)", d))]
+            found[path.get("fill", "")] = [(bottom - height) / 2 for height in heights[:-1]]
+    return found
+
+
+def test_the_memory_within_a_step_is_areas_stacked_by_kind() -> None:
+    write = Writer()
+    write.live["parameter"] = 100
+    write.point("forward", "a", "aten::mm", activation=100)
+    write.point("backward", "a", "aten::mm", activation=-50, gradient=150)
+    root = memory(MemoryState(profiles=(write.profile("<b>"),)))
+    colours, per_byte = KIND_COLOURS["light"], MOUNTAIN_PX / (1.1 * 300)
+    found = areas(root)
+    assert set(found) == {colours[kind] for kind in ("parameter", "gradient", "activation")}
+    assert found[colours["parameter"]] == pytest.approx([100 * per_byte], abs=0.5)
+    assert found[colours["activation"]] == pytest.approx([200 * per_byte, 300 * per_byte], abs=0.5)
+    assert found[colours["gradient"]] == pytest.approx([100 * per_byte, 250 * per_byte], abs=0.5)
+    assert {"forward", "backward", "parameters", "activations", "memory within a step (B)"} <= set(texts(root))
+
+
+def test_before_and_after_the_budget_and_a_death_are_in_the_small_picture() -> None:
+    fp32, lean = gpt_step(), gpt_step("fp16", half=True, checkpointed=(0, 1, 2, 3))
+    root = memory(MemoryState(profiles=(fp32, lean), budget_bytes=150e6))
+    assert {"before (outline)", "budget 150.0 MB", "recomputed"} <= set(texts(root))
+    dead = dead_step()
+    root = memory(MemoryState(death=dead, budget_bytes=150e6))
+    assert {"out of memory here", "budget 150.0 MB"} <= set(texts(root))
+    empty = dataclasses.replace(
+        fp32, bytes_by_kind=np.zeros((0, 8), np.int64), time_s=np.zeros(0), phases=(), layer_index=np.zeros(0, int)
+    )
+    memory(MemoryState(profiles=(empty,)))
+    memory(MemoryState(death=dataclasses.replace(dead, profile=dataclasses.replace(empty, label="dead"))))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_small_picture_of_a_long_step_keeps_its_peak_and_is_small(seed: int) -> None:
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    steps = []
+    for label in ("one", "two"):
+        kinds = random.integers(0, 10**9, (4000, 8))
+        kinds[int(random.integers(4000))] = 2 * 10**9
+        phases = tuple(Phase(name=("forward", "backward")[i % 2], start=100 * i, stop=100 * i + 100) for i in range(40))
+        steps.append(
+            dataclasses.replace(
+                gpt_step(label), bytes_by_kind=kinds, time_s=np.arange(4000) / 1e3, phases=phases,
+                layer_index=np.full(4000, -1), operator_index=np.full(4000, -1),
+            )
+        )  # fmt: skip
+    svg = memory_svg(steps, {}, None, KIND_COLOURS["light"])
+    assert len(svg.encode()) <= MOST_MEMORY_BYTES
+    highest = max(height for heights in areas(ElementTree.fromstring(svg)).values() for height in heights)
+    assert highest == pytest.approx(MOUNTAIN_PX / 1.1, abs=0.5)
+
+
+def test_the_sentence_and_the_report_are_below_as_text() -> None:
+    html = picture_html("<svg/>", "caption", memory=("<svg/>", "peak <b>"), report=("Out of memory", "<img src=x>"))
+    assert html.count("<img") == 2
+    assert "<p><b>peak &lt;b&gt;</b></p>" in html
+    assert html.endswith("<p><b>Out of memory</b></p><p>&lt;img src=x&gt;</p></div>")
+    assert "<img" not in picture_html("", "caption")

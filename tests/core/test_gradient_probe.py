@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.core.checkpointing import Checkpointing
@@ -27,6 +28,7 @@ from amp_widgets.core.gradient_probe import (
     spread,
 )
 from amp_widgets.core.memory.cpu import CpuMeter
+from amp_widgets.core.overflow_probe import OverflowProbe
 
 
 def bucket(value: float) -> int:
@@ -60,7 +62,8 @@ def count(model: nn.Module, train: Callable[[], Any], **how: Any) -> GradientCou
     train()
     probe.end(None)
     found = probe.newest()
-    assert found is not None and found.notes == ()
+    assert found is not None
+    assert found.notes == ()
     return found
 
 
@@ -151,7 +154,11 @@ def test_under_autocast_gradients_are_counted_in_the_format_in_which_they_are_st
         output.float().sum().backward()
 
     found = count(model, step)
-    assert [(row.layer, row.dtype) for row in found.rows if row.family == "output"] == [("2", "bf16"), ("1", "fp32"), ("0", "bf16")]
+    assert [(row.layer, row.dtype) for row in found.rows if row.family == "output"] == [
+        ("2", "bf16"),
+        ("1", "fp32"),
+        ("0", "bf16"),
+    ]
     assert {row.dtype for row in found.rows if row.family == "parameter"} == {"fp32"}
 
 
@@ -311,7 +318,7 @@ def test_recomputed_layers_of_the_user_are_counted_once(reentrant: bool) -> None
         return nn.Sequential(nn.Linear(6, 8), Reentrant(inner, reentrant) if wrapped else nn.Sequential(inner), nn.Linear(8, 3))
 
     one, other = model(True), model(False)
-    there = {key: value for key, value in numbers(count(other, lambda: train(other))).items()}
+    there = dict(numbers(count(other, lambda: train(other))).items())
     here = numbers(count(one, lambda: train(one)))
     inner = {(layer.replace("1.inner", "1.0"), *rest): value for (layer, *rest), value in here.items()}
     extra = set(inner) - set(there)
@@ -379,14 +386,16 @@ def test_what_cannot_be_counted_is_said_and_breaks_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr("amp_widgets.core.gradient_probe.bucket_of", fails)
     model = net()
-    probe = GradientProbe(model)
-    probe.count_next_step()
-    probe.begin(0)
-    train(model)
-    probe.end(None)
-    assert model[0].weight.grad is not None
-    found = probe.newest()
-    assert found is not None and "3 was not counted: RuntimeError: no such kernel" in found.notes
+    for sample, what in ((None, "3"), (100, "one part of the gradients")):
+        probe = GradientProbe(model, sample=sample)
+        probe.count_next_step()
+        probe.begin(0)
+        train(model)
+        probe.end(None)
+        assert model[0].weight.grad is not None
+        found = probe.newest()
+        assert found is not None
+        assert f"{what} was not counted: RuntimeError: no such kernel" in found.notes
 
 
 # ---- samples ----
@@ -470,9 +479,11 @@ def test_closing_lets_go_of_the_model_and_keeps_what_was_counted() -> None:
 
 def test_compiled_models_are_left_alone_with_a_sentence() -> None:
     model = net()
-    probe = GradientProbe(torch.compile(model, backend="eager"), every=1)  # type: ignore[arg-type]
+    wrapped = torch.compile(model, backend="eager")
+    probe = GradientProbe(wrapped, every=1)  # type: ignore[arg-type]
     assert not probe.begin(0)
-    assert probe.why_not is not None and "torch.compile" in probe.why_not
+    assert probe.why_not is not None
+    assert "torch.compile" in probe.why_not
     probe = GradientProbe(model)
     probe.count_next_step()
     assert probe.begin(0)
@@ -481,7 +492,8 @@ def test_compiled_models_are_left_alone_with_a_sentence() -> None:
     (model(compiled(torch.randn(5, 6))).sum()).backward()  # within the step
     probe.end(None)
     assert probe.counts == ()
-    assert probe.why_not is not None and "torch.compile" in probe.why_not
+    assert probe.why_not is not None
+    assert "torch.compile" in probe.why_not
 
 
 # ---- it leaves no trace ----
@@ -559,3 +571,57 @@ def test_gradients_with_a_graph_of_their_own() -> None:
         return [p.grad for p in model.parameters()]
 
     assert all(torch.equal(one, other) for one, other in zip(run(True), run(False), strict=True))
+
+
+def test_modes_of_the_user_see_the_ops_of_the_step_alone() -> None:
+    class Ops(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def run(watched: bool) -> list[str]:
+        model = net()
+        probe, overflows = GradientProbe(model), OverflowProbe(model)
+        with Ops() as ops:
+            if watched:
+                probe.count_next_step()
+                probe.begin(0)
+                overflows.begin(0)
+            train(model)
+            if watched:
+                probe.end(None)
+                overflows.end(0, None, True, None)
+                assert len(probe.counts) == len(overflows.notes) == 1
+        return ops.seen
+
+    assert run(True) == run(False)
+
+
+def test_it_does_not_keep_the_model_alive() -> None:
+    model = net()
+    probe = GradientProbe(model, every=1)
+    probe.begin(0)
+    train(model)
+    probe.end(None)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    probe.begin(1)
+    probe.end(None)
+
+
+def test_several_models_go_by_their_names() -> None:
+    one, other = net(), net()
+    probe = GradientProbe(one, every=1)
+    probe.watch([("generator", one), ("critic", other)])
+    probe.begin(0)
+    train(nn.Sequential(one, nn.Linear(3, 6), other))
+    probe.end(None)
+    names = [row.layer for row in probe.counts[0].rows]
+    assert {"generator.0", "generator.2.0", "critic.3"} <= set(names)
+    assert names.index("critic.3") < names.index("generator.3")

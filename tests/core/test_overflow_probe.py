@@ -22,6 +22,15 @@ def mean_of_squares(model: nn.Module) -> Tensor:
     return model(torch.ones(6, 4)).pow(2).mean()
 
 
+class Elsewhere(Tensor):
+    """A number that is on a device."""
+
+    is_cpu = False
+
+    def __new__(cls, value: Tensor) -> Elsewhere:
+        return value.as_subclass(cls)
+
+
 class Loop:
     """A loop with a scaler, that tells the probe what the package's loop would."""
 
@@ -58,7 +67,7 @@ class Loop:
             self.probe.skipping()
         self.optimizer.zero_grad(set_to_none=True) if not late else None
         self.scaler.update()
-        found = torch.tensor(float(skipped))
+        found = Elsewhere(torch.tensor(float(skipped)))
         self.probe.end(self.at, used, None if late == "device" else skipped, value.detach() if tell_loss else None, found)
         self.at += 1
         return skipped
@@ -98,7 +107,7 @@ def test_steps_that_are_not_skipped_are_not_even_looked_at(monkeypatch: pytest.M
     def fails(*_: Any) -> None:
         raise AssertionError("a gradient was looked at")
 
-    monkeypatch.setattr("amp_widgets.core.overflow_probe._flags_of", fails)
+    monkeypatch.setattr("amp_widgets.core.overflow_probe._extremes_of", fails)
     monkeypatch.setattr("amp_widgets.core.overflow_probe._Followed.__init__", fails)
     for _ in range(3):
         assert not loop.step()
@@ -108,10 +117,10 @@ def test_steps_that_are_not_skipped_are_not_even_looked_at(monkeypatch: pytest.M
 def test_overflow_in_one_weight_gradient_with_finite_activations() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     with torch.no_grad():
-        for layer in model:
-            layer.weight.fill_(0.01)
+        for layer, weight in zip(model, (0.1, 1e-4, 0.5), strict=True):
+            layer.weight.fill_(weight)
             layer.bias.zero_()
-        model[0].bias.fill_(200.0)  # the input of layer 1 is large, so that the sum over the batch is in its weight's gradient
+        model[0].bias.fill_(20_000.0)  # the input of layer 1 is large, and its weight's gradient is a sum over the batch
     seen: list[bool] = []
     for layer in model:
         layer.register_forward_hook(
@@ -121,15 +130,18 @@ def test_overflow_in_one_weight_gradient_with_finite_activations() -> None:
                 None,
             )[2]
         )
-    loop = Loop(model, scale=2.0**14)
-    assert loop.step(lambda net: net(torch.ones(64, 4)).float().sum(), fp16=True)
+    loop = Loop(model, scale=2.0**10)
+    assert loop.step(lambda net: net(torch.ones(64, 4)).float().mean(), fp16=True)
     (note,) = loop.probe.notes
-    assert seen and all(seen)
+    assert seen
+    assert all(seen)
     assert note == SkipNote(
-        step=0, scale=2.0**14, loss_finite=True, parameters=("1.weight",), nonfinite=1, of=6, with_nan=0, seen="arriving",
+        step=0, scale=2.0**10, loss_finite=True, parameters=("1.weight",), nonfinite=1, of=6, with_nan=0, seen="arriving",
         order_of=0,
     )  # fmt: skip
-    assert loop.step(lambda net: net(torch.ones(64, 4)).float().sum(), fp16=True) is True
+    for _ in range(7):  # until scale * 0.5 * 20,000 is less than 65,520
+        assert loop.step(lambda net: net(torch.ones(64, 4)).float().mean(), fp16=True)
+    assert not loop.step(lambda net: net(torch.ones(64, 4)).float().mean(), fp16=True)
 
 
 @pytest.mark.parametrize(("value", "nan"), [(math.inf, False), (-math.inf, False), (math.nan, True)])
@@ -219,6 +231,17 @@ def test_skips_that_only_the_device_knows_of_are_followed_from_then_on() -> None
     assert [note.step for note in always.probe.notes] == [1]
 
 
+def test_on_a_cpu_it_is_known_also_of_a_fused_optimizer() -> None:
+    model = net()
+    probe = OverflowProbe(model)
+    for step, factor in enumerate((1.0, 1.0, math.nan)):
+        model.zero_grad()
+        probe.begin(step)
+        (mean_of_squares(model) * factor).backward()
+        probe.end(step, 1.0, None, None, torch.tensor(float(factor != 1.0)))
+    assert [(note.step, note.seen, note.nonfinite) for note in probe.notes] == [(2, "afterwards", 6)]
+
+
 def test_micro_batches_count_together() -> None:
     loop = Loop(net())
     probe, model = loop.probe, loop.model
@@ -286,3 +309,50 @@ def test_closing_lets_go_of_the_model_and_keeps_the_notes() -> None:
     probe.begin(2)
     probe.end(2, None, True, None)
     probe.abandon()
+
+
+def test_neither_probe_waits_for_the_device() -> None:
+    """On a CPU nothing waits; what would, on a device, is an item() or a comparison in Python."""
+    from amp_widgets.core.gradient_probe import GradientProbe
+
+    model = net()
+    counts, notes = GradientProbe(model, every=1), OverflowProbe(model, every_step=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for step, skipped in enumerate((False, True, None)):
+            counts.begin(step)
+            notes.begin(step)
+            mean_of_squares(model).backward()
+            notes.skipping()
+            counts.end(torch.tensor(2.0))
+            notes.end(step, torch.tensor(2.0), skipped, torch.tensor(0.5), Elsewhere(torch.tensor(1.0)))
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::index_add_" in names
+    assert "aten::aminmax" in names
+    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero"}
+
+
+def test_it_does_not_keep_the_model_alive() -> None:
+    model = net()
+    probe = OverflowProbe(model)
+    probe.begin(0)
+    mean_of_squares(model).backward()
+    probe.end(0, 1.0, True, None)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    probe.begin(1)
+    probe.end(1, 1.0, True, None)
+
+
+def test_several_models_go_by_their_names() -> None:
+    one, other = net(), net()
+    probe = OverflowProbe(one)
+    probe.watch([("generator", one), ("critic", other)])
+    probe.begin(0)
+    (mean_of_squares(nn.Sequential(one, nn.Linear(2, 4), other)) * math.nan).backward()
+    probe.end(0, 1.0, True, None)
+    (note,) = probe.notes
+    assert (note.nonfinite, note.of) == (12, 12)
+    assert note.parameters[0].startswith("critic.4.")
+    assert note.parameters[-1].startswith("generator.0.")

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
 
-from amp_widgets.core.profiling import MOST_TRIES, ProfilePlan, free_label
+from amp_widgets.core.profiling import MOST_TRIES, ProfilePlan, combination_of, free_label, positions_kept, without_step
 from amp_widgets.core.settings import Settings
 
 FP32 = Settings()
@@ -100,3 +102,50 @@ def test_free_labels(taken: tuple[str, ...], expected: str) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import amp_widgets.core.profiling"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_newest_of_each_combination_is_dropped_last() -> None:
+    kept: list[tuple[int, str]] = []
+    for step, label in enumerate(["fp32", "bf16", *(f"fp16 (step {i})" for i in range(2, 30))]):
+        kept.append((step, label))
+        places = positions_kept([combination_of(each, ()) for _, each in kept], 8)
+        assert places == sorted(places)
+        kept = [kept[place] for place in places]
+    assert [step for step, _ in kept] == [0, 1, 24, 25, 26, 27, 28, 29]
+
+
+def test_of_combinations_with_one_profile_each_the_oldest_is_dropped() -> None:
+    assert positions_kept(["a", "b", "c"], 3) == [0, 1, 2]
+    assert positions_kept(["a", "b", "c"], 2) == [1, 2]
+    assert positions_kept(["a", "b", "a"], 2) == [1, 2]  # an older one of the newest combination goes before another one
+    assert positions_kept([], 2) == []
+
+
+def test_other_layers_are_another_combination_though_the_label_is_the_same() -> None:
+    assert combination_of("fp32 + 2 layers checkpointed (step 7)", ("b", "c")) != combination_of(
+        "fp32 + 2 layers checkpointed", ("a", "b")
+    )
+    assert combination_of("fp32 (step 7)", ()) == combination_of("fp32", ())
+    for label in ("fp32", "fp32 + 2 layers checkpointed"):
+        taken = {label}
+        for _ in range(3):
+            taken.add(free_label(label, 12, taken))
+        assert {without_step(one) for one in taken} == {label}
+
+
+def test_a_loop_keeps_the_before_when_the_new_setting_is_profiled_again_and_again() -> None:
+    import torch
+
+    from amp_widgets.core.loop import PROFILES_KEPT, LiveLoop
+
+    model = torch.nn.Linear(2, 2)
+    loop = LiveLoop(model, (torch.optim.SGD(model.parameters()),))
+    try:
+        layers = (types.SimpleNamespace(name="a", checkpointed=True), types.SimpleNamespace(name="b", checkpointed=False))
+        labels = ["fp32", "bf16", *(f"bf16 (step {step})" for step in range(20))]
+        for label in labels:
+            profile: Any = types.SimpleNamespace(label=label, layers=layers)
+            loop.keep_profile(profile)
+        assert [profile.label for profile in loop.profiles] == ["fp32", *labels[1 - PROFILES_KEPT :]]
+    finally:
+        loop.close()

@@ -34,6 +34,12 @@ class Listener:
 
     def stepping(self) -> None: ...
 
+    def skipping(self) -> None:
+        pass
+
+    def refused(self, reason: str) -> None:
+        pass
+
     def updated(self, step: ScaledStep) -> None:
         self.steps.append(step)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from amp_widgets.core.settings import FIELD_NAMES, Settings, describe_changes, format_scale
+from amp_widgets.core.settings import FIELD_NAMES, Settings, describe_changes, describe_settings, format_scale
 from amp_widgets.errors import SettingsError
 
 
@@ -19,7 +19,7 @@ def test_defaults_are_what_the_user_had_before() -> None:
     settings = Settings()
     plain = torch.amp.GradScaler("cpu")
     assert settings.autocast == "fp32"
-    assert settings.checkpointed == ()
+    assert settings.checkpointed == settings.fp32_layers == ()
     assert (settings.init_scale, settings.growth_factor, settings.backoff_factor, settings.growth_interval) == (
         plain.get_scale(),
         plain.get_growth_factor(),
@@ -31,8 +31,22 @@ def test_defaults_are_what_the_user_had_before() -> None:
 def test_public_fields() -> None:
     assert FIELD_NAMES == (
         "autocast", "scaling", "init_scale", "growth_factor", "backoff_factor", "growth_interval",
-        "min_scale", "max_scale", "checkpointed",
+        "min_scale", "max_scale", "checkpointed", "fp32_layers",
     )  # fmt: skip
+
+
+def test_layers_kept_in_fp32_are_named_and_told_like_those_checkpointed() -> None:
+    settings = Settings(autocast="bf16").replace(fp32_layers=["norm*", "head"])
+    assert settings.fp32_layers == ("norm*", "head")
+    assert Settings(fp32_layers="head").fp32_layers == ("head",)
+    assert settings.differences(Settings(autocast="bf16")) == {"fp32_layers": (("norm*", "head"), ())}
+    assert describe_changes({"fp32_layers": settings.fp32_layers}) == "2 layers kept in FP32"
+    assert describe_changes({"fp32_layers": ()}) == "no layer kept in FP32"
+    assert describe_settings(settings) == "bf16 + 2 layers kept in FP32"
+    assert describe_settings(settings.replace(checkpointed="a")) == "bf16 + 1 layer checkpointed + 2 layers kept in FP32"
+    for wrong in (3, ["head", 4]):
+        with pytest.raises(SettingsError, match="fp32_layers: got"):
+            settings.replace(fp32_layers=wrong)
 
 
 def test_frozen() -> None:

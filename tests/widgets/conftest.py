@@ -11,6 +11,7 @@ import ipywidgets
 import pytest
 from comm.base_comm import BaseComm
 
+from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.core.history import History
 from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import Settings
@@ -68,6 +69,26 @@ def state_of(**changes: Any) -> DashboardState:
     return DashboardState(settings=settings, **(given | changes))
 
 
+@dataclasses.dataclass
+class FakeGradients:
+    counts: tuple[Any, ...] = ()
+    pending: bool = False
+    every: int = 0
+    why_not: str | None = None
+
+
+@dataclasses.dataclass
+class FakeOverflow:
+    notes: tuple[Any, ...] = ()
+    refused: tuple[Any, ...] = ()
+
+
+class FakeNumerics:
+    def __init__(self) -> None:
+        self.gradients = FakeGradients()
+        self.overflow = FakeOverflow()
+
+
 class FakeSession:
     """Settings that wait for `boundary`, a run that does what it is told, and numbers that the test sets."""
 
@@ -82,6 +103,11 @@ class FakeSession:
         self.why_not_profiled: str | None = None
         self.out_of_memory: Any = None
         self.memory_budget: float | None = None
+        self.probes = FakeNumerics()
+        self.looks_at_numerics = 0
+        self.check_changes = False
+        self.why_no_batch: str | None = None
+        self.inspections: dict[str, Inspection] = {}
 
     def dashboard_state(self) -> DashboardState:
         self.looks += 1
@@ -103,6 +129,27 @@ class FakeSession:
     def profile_next_step(self, label: str = "") -> None:
         self.asked.append(("profile", {}))
         self.profile_pending = True
+
+    def count_gradients(self, every: int | None = None) -> None:
+        self.asked.append(("count", {"every": every}))
+        if every is None:
+            self.probes.gradients.pending = True
+        else:
+            self.probes.gradients.every = every
+
+    @property
+    def numerics(self) -> Any:
+        self.looks_at_numerics += 1
+        return self.probes
+
+    def inspection(self, kind: str) -> Inspection:
+        return self.inspections.setdefault(kind, Inspection())
+
+    def inspect(self, kind: str) -> None:
+        self.asked.append(("inspect", {"kind": kind}))
+        if kind != "preflight" and self.why_no_batch is not None:
+            raise RunError(f"{kind}: {self.why_no_batch}")
+        self.inspections[kind] = dataclasses.replace(self.inspection(kind), pending=True)
 
     def clear_out_of_memory(self) -> None:
         self.asked.append(("clear", {}))

@@ -80,7 +80,7 @@ def test_what_is_there_is_shown_from_the_start(make, session_of) -> None:
     dashboard = make(session)
     assert part(dashboard, MemoryControl).shown == ["fp32"]
     assert [row[0] for row in part(dashboard, LayerTable).rows] == [layer.name for layer in FP32.layers]
-    assert dashboard.children[-1] is part(dashboard, MemoryPanel)
+    assert part(dashboard, MemoryPanel) in dashboard.children[-1].children
 
 
 def test_profiles_that_come_are_compared_by_themselves_and_drawn_once(make, session_of, now, drawn, messages) -> None:
@@ -217,6 +217,40 @@ def test_out_of_memory_is_reported_drawn_followed_and_dismissed(make, session_of
     assert (control.report, control.shown) == ([], ["fp32", LEAN.label])
 
 
+TRACEBACK = """  File "/x/amp_widgets/core/memory/tracker.py", line 207, in __torch_dispatch__
+    raise self._above_limit(func, phase, before)
+amp_widgets.core.memory.budget.MemoryBudgetError: memory_budget: got 8.0 MB more in the forward pass of layers.3.mlp"""
+
+
+def test_a_death_is_one_line_above_and_not_a_traceback(make, session_of, now) -> None:
+    session = session_of(run="running", step=12)
+    dashboard = make(session)
+    status = part(dashboard, StatusLine)
+    session.out_of_memory = DEAD
+    session.put(run="failed", error=TRACEBACK)
+    tick(dashboard, now)
+    heading = DEAD.report[0]
+    assert status.error == f"{heading}. See below what would have fitted."
+    assert part(make(session), StatusLine).error == status.error  # in a dashboard that is opened later, at once
+    session.out_of_memory = None  # dismissed
+    tick(dashboard, now)
+    assert status.error == heading
+    session.put(error="ValueError: another run, another error")
+    tick(dashboard, now)
+    assert status.error == "ValueError: another run, another error"
+
+
+def test_another_error_in_the_step_that_died_is_shown_whole(make, session_of, now) -> None:
+    error = """  File "/x/amp_widgets/core/memory/tracker.py", line 207, in __torch_dispatch__
+ValueError: wrong shape"""
+    session = session_of(run="running", step=12)
+    dashboard = make(session)
+    session.out_of_memory = DEAD
+    session.put(run="failed", error=error)
+    tick(dashboard, now)
+    assert part(dashboard, StatusLine).error == error
+
+
 def test_nothing_is_drawn_while_nobody_watches(make, session_of, now, drawn, messages) -> None:
     session = session_of(run="running")
     dashboard = make(session)
@@ -299,3 +333,23 @@ def test_flipping_a_switch_brings_before_and_after_without_a_press(make, session
     session.request(autocast="bf16")
     train(4)
     assert control.shown == ["fp32", "bf16"]
+
+
+def test_the_picture_that_the_notebook_keeps_has_the_memory_and_the_report(make, session_of, now, monkeypatch) -> None:
+    shown: list[str] = []
+    for name in ("display", "update_display"):
+        monkeypatch.setattr(f"amp_widgets.widgets.still.{name}", lambda data, **options: shown.append(data.get("text/html", "")))
+    session = session_of(run="running", step=12)
+    session.memory_budget = 150e6
+    session.profiles = (FP32, LEAN)
+    dashboard = make(session)
+    dashboard._ipython_display_()
+    assert f"<b>fp32 → {LEAN.label}: peak 221.0 MB → 74.2 MB: 146.8 MB less (-66.4 %)</b>" in shown[-1]
+    assert 'alt="Memory within a step"' in shown[-1]
+    session.out_of_memory = DEAD
+    session.put(run="failed")
+    tick(dashboard, now, 5.0)
+    assert f"<b>{DEAD.report[0]}</b>" in shown[-1]
+    assert f"<p>{DEAD.report[1]}</p>" in shown[-1]
+    assert "<b>Out of memory in forward of layers.3.mlp: 143.0 MB in use" in shown[-1]
+    assert len(shown[-1].encode()) < 40_000

@@ -63,6 +63,50 @@ def test_what_cannot_be_checkpointed_has_its_reason_and_no_price(table) -> None:
     assert rows["head"][-2:] == rows["blocks"][-2:] == [None, None]
 
 
+def test_what_a_step_that_died_did_not_get_to_was_not_measured(asked, state) -> None:
+    reached = {"activation_bytes": 10, "output_bytes": 4, "forward_s": 0.5}
+    profile = [
+        LayerProfile(name="blocks", type="ModuleList", calls=0, activation_bytes=12, parameter_bytes=7),
+        LayerProfile(name="blocks.0", **reached),
+        LayerProfile(name="blocks.0.act", **(reached | {"activation_bytes": 0})),
+        LayerProfile(name="blocks.1", activation_bytes=2, forward_s=0.0, parameter_bytes=5),
+        LayerProfile(name="blocks.1.mlp", forward_s=0.0, parameter_bytes=5),
+        LayerProfile(name="blocks.2", calls=0, parameter_bytes=5),
+        LayerProfile(name="norm", forward_s=0.0),
+    ]
+    table = LayerTable(lambda **changes: asked.append(changes), state())
+    unknown = [None] * 6
+    table.show(profile, died_in=("forward", "blocks.1.mlp"))
+    numbers = {row[0]: row[5:] for row in table.rows}
+    assert numbers["blocks.0"] == [0, 10, 4, 0.5, None, 6, 0.5]
+    assert numbers["blocks.0.act"] == [0, 0, 4, 0.5, None, 0, 0.5]  # measured, and none
+    assert numbers["blocks.1"] == numbers["blocks.1.mlp"] == numbers["blocks.2"] == [5, *unknown]
+    assert numbers["blocks"] == [7, *unknown]
+    assert numbers["norm"] == [0, *unknown]
+    died = [dataclasses.replace(layer, backward_s=1.0, forward_s=0.5) for layer in profile if layer.calls]
+    table.show(died, died_in=("backward", "blocks.1.mlp"))
+    assert [row[0] for row in table.rows if row[9] is None] == ["blocks.1", "blocks.1.mlp"]
+    assert all(row[8] == 0.5 for row in table.rows)
+    table.show(died, died_in=("optimizer", ""))
+    assert all(row[9] == 1.0 for row in table.rows)
+
+
+def test_a_layer_that_was_never_called_returned_nothing(asked, state) -> None:
+    table = LayerTable(
+        lambda **changes: asked.append(changes), state(), [LayerProfile(name="out_proj", calls=0, parameter_bytes=9)]
+    )
+    assert table.rows[0][5:] == [9, *[None] * 6]
+
+
+def test_the_caption_is_sent_with_the_rows(messages, table) -> None:
+    messages.clear()
+    table.show(GPT[:3], caption="of step 3: fp32")
+    [update] = messages.updates
+    assert update["caption"] == "of step 3: fp32"
+    table.show(GPT[:3], caption="of step 3: fp32")
+    assert len(messages.updates) == 1
+
+
 def test_a_checkpointed_layer_costs_its_recompute() -> None:
     layer = LayerProfile(name="a", activation_bytes=10, output_bytes=4, forward_s=1.0, recompute_s=1.25)
     assert (layer.saved_bytes, layer.cost_s) == (6, 1.0)
@@ -165,6 +209,31 @@ def test_two_thousand_layers_are_quick(state, layer, messages, asked) -> None:
     assert time.perf_counter() - start_s < 0.1
 
 
+WHOLE = LayerProfile(
+    name="(model)", type="Net", parameter_bytes=7, activation_bytes=600_000, output_bytes=7_000, forward_s=1.0, whole=True
+)
+
+
+def test_the_model_itself_is_a_row_without_a_tick(asked, state) -> None:
+    table = LayerTable(lambda **changes: asked.append(changes), state(checkpointed=("blocks.0",)), (WHOLE, *GPT))
+    assert table.whole == 0
+    assert table.rows[0] == ["(model)", "Net", "float32", False, "the model itself", 7, 600_000, 7_000, 1.0, None, None, None]
+    assert names(table, table.in_force) == ["blocks.0"]
+    for pattern, found in (("**", 22), ("*", 3), ("model", 1), ("(model)", 1), ("blocks.**", 19)):
+        say(table, filter=pattern)
+        assert len(table.matching) == found, pattern
+    table.show(GPT)
+    assert table.whole == -1
+
+
+def test_a_layer_with_the_name_of_the_model_itself(asked, state, layer) -> None:
+    named = LayerProfile(name="(model)", type="Linear")
+    shown = state(layers=(layer(name="(model)"),), checkpointed=("(model)",))
+    table = LayerTable(lambda **changes: asked.append(changes), shown, (WHOLE, named))
+    assert [row[4] for row in table.rows] == ["the model itself", ""]
+    assert table.in_force == [1]
+
+
 # ---- the page's side ----
 
 
@@ -222,7 +291,8 @@ def test_a_click_on_a_heading_sorts_and_a_second_turns_round(show) -> None:
     assert view.page.locator("th[aria-sort=none]").count() == 9
     sort(view, "held")
     assert header.get_attribute("aria-sort") == "ascending"
-    assert column(view, 4)[:2] == ["0 B", "500 B"]
+    assert column(view, 4)[:2] == ["500 B", "4.00 kB"]
+    assert column(view, 4)[-1] == "–"  # what only holds other layers, and nothing is known of
     sort(view, "backward")
     assert column(view, 7)[-3:] == ["–"] * 3  # what is not known comes last
     sort(view, "backward")
@@ -302,8 +372,28 @@ def test_of_two_thousand_layers_only_those_in_sight_are_in_the_page(show, state,
     scroll.evaluate("one => { one.scrollTop = 0; }")
     view.page.wait_for_function("() => [...document.querySelectorAll('tbody .ampw-name')].some(one => one.textContent === 'l0')")
     assert view.page.evaluate("document.activeElement.className") == "ampw-scroll"  # the place of the keyboard is not lost
-    sort(view, "parameters")
+    sort(view, "parameter bytes")
     assert column(view, 1)[0] == "l1999"
+
+
+def test_the_model_itself_stays_on_top(show) -> None:
+    view = show((WHOLE, *GPT))
+    first = view.page.locator("tbody tr:not([aria-hidden])").first
+    assert column(view, 1)[:3] == ["(model)", "token", "blocks"]
+    assert first.locator("input").count() == 0
+    assert first.locator("td").first.get_attribute("title") == "the model itself"
+    assert view.page.get_by_role("status").inner_text() == "21 layers"
+    for heading in ("held", "held", "type", "layer", "layer"):
+        sort(view, heading)
+        assert column(view, 1)[0] == "(model)"
+    assert column(view, 1)[1] == "head"  # turned round
+    field = view.page.get_by_role("textbox", name="Filter")
+    field.fill("**")
+    field.press("Enter")
+    view.sync()
+    assert view.page.get_by_role("status").inner_text() == "21 of 21 layers"
+    view.role("checkbox", "checkpoint token").focus()
+    view.page.keyboard.press("ArrowUp")  # there is no box above
 
 
 def test_markup_in_names_is_text(show, state, layer) -> None:
@@ -322,7 +412,25 @@ def test_locked_and_equal_state(show, messages, state) -> None:
     view.control.lock()
     view.to_page()
     assert view.page.evaluate("document.querySelector('tbody tr:not([aria-hidden])').kept") == 1
-    assert view.page.locator("tbody input:enabled").count() == 0
+    assert view.page.locator("input:enabled").count() == 0  # the filter, too: the names are matched by Python
+
+
+def test_it_says_of_which_step_and_what_was_in_force_then(show, state) -> None:
+    view = show([dataclasses.replace(GPT[0], checkpointed=True), *GPT[1:]])
+    assert column(view, 8)[0] == "in force then"
+    assert not view.page.locator(".ampw-caption").is_visible()
+    view.control.show(GPT, caption="of step 12: <b>fp32</b>")
+    view.to_page()
+    assert view.page.locator(".ampw-caption").inner_text() == "of step 12: <b>fp32</b>"
+
+
+def test_long_names_leave_room_for_the_last_column(show) -> None:
+    long = tuple(dataclasses.replace(layer, name="a_layer_with_a_long_name_" * 3 + layer.name, type="Type" * 9) for layer in GPT)
+    view = show(long)
+    view.page.set_viewport_size({"width": 1130, "height": 700})
+    scroll = view.page.locator(".ampw-scroll")
+    assert scroll.evaluate("one => one.scrollWidth <= one.clientWidth")
+    assert scroll.locator("tbody th").last.evaluate("one => one.offsetWidth") > 100
 
 
 def test_other_numbers_keep_the_place_and_fill_it(show) -> None:

@@ -12,7 +12,7 @@ from amp_widgets.charts.reserved import EXPLAINED, RETRIES
 from amp_widgets.widgets.memory_control import MOST_REPORT_LINES, MemoryControl
 from amp_widgets.widgets.memory_panel import NOTHING_YET, MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState, rounded_down
-from tests.charts.gpt_step import StepProfile, dead_step, gpt_step, with_allocator
+from tests.charts.gpt_step import StepProfile, Writer, dead_step, gpt_step, with_allocator
 from tests.widgets.test_page import View, one_page, page  # noqa: F401  # fixtures
 
 FP32 = gpt_step()
@@ -71,6 +71,7 @@ def again(profile: StepProfile, step: int) -> StepProfile:
 
 OTHER = gpt_step("fp16 + 4 layers checkpointed (step 50)", half=True, checkpointed=(2, 3, 4, 5))
 DEAD = dead_step()
+OF_CUDA = dataclasses.replace(DEAD, cause="allocator", device="cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -121,9 +122,14 @@ def test_a_step_that_ran_out_of_memory_is_shown_alone_and_then_as_before() -> No
         (None, None, (), None),
         (2e8, None, (), ("budget", 2e8)),
         (2e8, DEAD, (), ("budget", 2e8)),
-        (None, DEAD, (), ("budget", 150e6)),
+        (None, DEAD, (), ("budget then", 150e6)),
+        (150e6, DEAD, (), ("budget", 150e6)),
         (None, DEAD, ("fp32",), None),
-        (None, dataclasses.replace(DEAD, cause="allocator", device="cuda:0"), (), ("memory of cuda:0", 150e6)),
+        (None, DEAD, ("fp32", DEAD.profile.label), ("budget then", 150e6)),
+        (None, DEAD, (DEAD.profile.label, "fp32"), None),  # what is drawn beside it is a step of now
+        (2e8, DEAD, (DEAD.profile.label, "fp32"), ("budget", 2e8)),
+        (None, OF_CUDA, (DEAD.profile.label, "fp32"), ("memory of cuda:0", 150e6)),
+        (None, OF_CUDA, (), ("memory of cuda:0", 150e6)),
         (None, dataclasses.replace(DEAD, limit_bytes=float("nan")), (), None),
     ],
 )
@@ -233,7 +239,7 @@ def test_a_report_is_shown_and_bounded_until_it_is_dismissed(panel, asked) -> No
 
 
 def test_a_death_is_drawn_with_its_ceiling_and_steps_that_fit_draw_nothing_anew(panel, messages, monkeypatch) -> None:
-    panel.show(MemoryState(profiles=(FP32,), death=DEAD))
+    panel.show(MemoryState(profiles=(FP32,), death=DEAD, budget_bytes=150e6))
     assert panel._control.sentence == (
         "Out of memory in forward of layers.3.mlp: 143.0 MB in use and 8.0 MB more requested, budget 150.0 MB"
     )
@@ -242,7 +248,7 @@ def test_a_death_is_drawn_with_its_ceiling_and_steps_that_fit_draw_nothing_anew(
     assert panel._control.options[-1] == [DEAD.profile.label] * 2
     drawn: list[Any] = []
     monkeypatch.setattr("amp_widgets.widgets.memory_panel.mountain_figure", lambda *args, **options: drawn.append(args))
-    panel.show(MemoryState(profiles=(FP32,), death=DEAD, fitted=1))
+    panel.show(MemoryState(profiles=(FP32,), death=DEAD, budget_bytes=150e6, fitted=1))
     assert drawn == []
     assert panel._control.fitted == "Step 12 ran out of memory; since then 1 step fitted"
 
@@ -256,10 +262,100 @@ def test_proposed_layers_are_marked_and_asked_for_with_those_that_are_ticked(ask
     assert asked == [("settings", {"checkpointed": ("layers.0", "layers.1", "layers.3")})]
     panel.render(dataclasses.replace(dashboard, pending={"checkpointed": ("layers.0", "layers.1", "layers.3")}))
     assert panel._control.proposed == []
+    assert panel._control.what_next == "Checkpointing of the 2 proposed layers is requested; run the cell of your loop again"
     say(panel, checkpoint=True)
     assert len(asked) == 1
     panel.show(MemoryState())
     assert panel._table.proposed == []
+
+
+@pytest.mark.parametrize(
+    ("run", "in_cell", "then"),
+    [
+        ("failed", False, "; press Start to try again"),
+        ("stopped", False, "; press Start to try again"),
+        ("paused", False, "; press Resume to try again"),
+        ("running", False, ": the next step tries again with it"),
+        ("none", True, ": the next step tries again with it"),
+        ("none", False, "; run the cell of your loop again"),
+    ],
+)
+def test_when_the_proposal_was_asked_for_it_says_what_next(asked, state, run: Any, in_cell: bool, then: str) -> None:
+    death = dataclasses.replace(DEAD, layers_to_checkpoint=("layers.1",))
+    shown = MemoryState(death=death)
+    panel = panel_of(asked, shown, state(run=run, in_cell=in_cell))
+    assert panel._control.what_next == ""
+    panel.render(state(run=run, in_cell=in_cell, pending={"checkpointed": ("layers.1",)}))
+    assert (panel._control.proposed, panel._control.what_next) == ([], f"Checkpointing of layers.1 is requested{then}")
+    panel.render(state(run=run, in_cell=in_cell, checkpointed=("layers.1",)))
+    assert panel._control.what_next == f"Checkpointing of layers.1 is in force{then}"
+    panel.show(dataclasses.replace(shown, fitted=1))
+    assert panel._control.what_next == ""
+
+
+def test_what_a_step_that_died_is_made_of_is_that_of_its_end(panel) -> None:
+    write = Writer()
+    write.live |= {"parameter": 30_000, "gradient": 30_000}
+    write.point("zero_grad", "", "", temporary=0)
+    write.point("zero_grad", "", "", gradient=-30_000)
+    write.point("forward", "a", "aten::mm", activation=5_000)
+    step = write.profile("out of memory at step 12 (fp32)", step=12)
+    death = dataclasses.replace(DEAD, profile=step, requested_bytes=10_000.0, limit_bytes=42_000.0, layer="a")
+    panel.show(MemoryState(profiles=(dataclasses.replace(FP32, step=3),), death=death, budget_bytes=42e3))
+    assert panel._control.details[:2] == [
+        "When memory ran out: parameters 30.0 kB, activations 5.0 kB",
+        "Earlier in the step 60.0 kB were held, more than the budget of 42.0 kB: only what an operator asks for is measured "
+        "against it, not what was there before",
+    ]
+    later = dataclasses.replace(LEAN, step=13)
+    panel.show(MemoryState(profiles=(later,), death=death, budget_bytes=None))
+    assert panel._control.sentence == "Out of memory at 45.0 kB (budget then 42.0 kB) → peak 74.2 MB; no budget is set now"
+    assert panel._control.details[0].startswith(
+        "When memory ran out, and at the peak, which is in backward: activations 5.0 kB → 43.8 MB"
+    )
+    assert "ceiling" not in {shape.get("name") for shape in panel._figure.figure["layout"]["shapes"]}
+
+
+def test_a_peak_that_has_moved_elsewhere_is_said_to(panel) -> None:
+    def step(label: str, optimizer: int) -> StepProfile:
+        write = Writer()
+        write.live["parameter"] = 1000
+        write.point("forward", "a", "aten::mm", activation=15_000)
+        write.point("backward", "a", "aten::mm", activation=-14_996)
+        write.point("optimizer", "", "aten::add_", temporary=optimizer)
+        return write.profile(label)
+
+    panel.show(MemoryState(profiles=(step("one", 5), step("two", 17_000)), shown=("one", "two")))
+    assert panel._control.details[0] == (
+        "At the peak, which was in forward of a and is now in optimizer: temporary 0 B → 17.0 kB, activations 15.0 kB → 4 B"
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "step", "text"),
+    [
+        ("fp32", 2, "fp32 (step 2, peak 221.0 MB)"),
+        ("fp32 (step 55)", 55, "fp32 (step 55, peak 221.0 MB)"),
+        ("fp32 (step 55, 2)", 55, "fp32 (step 55, no. 2, peak 221.0 MB)"),
+        ("mine (step 3)", 55, "mine (step 3) (peak 221.0 MB)"),
+        ("fp32", -1, "fp32 (peak 221.0 MB)"),
+        ("fp32", 12345, "fp32 (step 12,345, peak 221.0 MB)"),
+    ],
+)
+def test_profiles_are_offered_in_one_form(panel, label: str, step: int, text: str) -> None:
+    panel.show(MemoryState(profiles=(dataclasses.replace(FP32, label=label, step=step),)))
+    assert panel._control.options == [[label, text]]
+
+
+def test_the_table_says_of_which_step_it_is(panel) -> None:
+    panel.show(MemoryState(profiles=(FP32, dataclasses.replace(again(LEAN, 12)))))
+    assert panel._table.caption == "of step 12: fp16 + 4 layers checkpointed"
+    panel.show(MemoryState(profiles=(dataclasses.replace(FP32, step=-1),)))
+    assert panel._table.caption == "of a step of its own: fp32"
+    panel.show(MemoryState(death=DEAD))
+    assert panel._table.caption == "of step 12, until it ran out of memory"
+    panel.show(MemoryState())
+    assert panel._table.caption == ""
 
 
 def test_another_budget_is_drawn(panel) -> None:

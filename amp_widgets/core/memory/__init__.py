@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -12,6 +13,7 @@ from amp_widgets.core.memory.compiled import why_compiled
 from amp_widgets.core.memory.cpu import CpuMeter, why_no_dispatch_modes
 from amp_widgets.core.memory.cuda import CudaMeter
 from amp_widgets.core.memory.reading import NOT_MEASURED, MemoryMeter, MemoryReading, NoMeter
+from amp_widgets.core.memory.state_profile import StateMeter
 
 __all__ = ["NOT_MEASURED", "MemoryMeter", "MemoryReading", "meter_for"]
 
@@ -43,5 +45,13 @@ def meter_for(model: nn.Module, optimizers: Iterable[Optimizer], *, reset_peak: 
             return NoMeter("the model is on a cuda device, but torch finds no CUDA driver or GPU")
         cuda_devices = sorted((device for device in devices if device.type == "cuda"), key=str)
         return CudaMeter(cuda_devices, model, optimizers, reset_peak=reset_peak, also_on_cpu="cpu" in kinds)
-    reason = why_compiled(model) or why_no_dispatch_modes()
+    compiled = why_compiled(model)
+    if compiled is not None:
+        references = [weakref.ref(optimizer) for optimizer in optimizers]
+        return StateMeter(
+            compiled,
+            weakref.ref(model),
+            lambda: [optimizer for reference in references if (optimizer := reference()) is not None],
+        )
+    reason = why_no_dispatch_modes()
     return NoMeter(reason) if reason else CpuMeter(model, optimizers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -193,8 +193,15 @@ def against_tensors_text(log: AllocatorLog, profile: StepProfile) -> str:
     return f"{text}: {', '.join(parts)}"
 
 
+class Readable(Protocol):
+    """What can be read at points of a step."""
+
+    def read(self, point: int) -> None:
+        """Read it now."""
+
+
 class BoundaryWatch:
-    """Reads the allocator where that does not disturb compiled code: around each optimizer's step.
+    """Reads the allocator, or something else, where that does not disturb compiled code: around each optimizer's step.
 
     Parameters
     ----------
@@ -206,7 +213,7 @@ class BoundaryWatch:
         Seconds.
     """
 
-    def __init__(self, log: AllocatorLog, optimizers: Sequence[Optimizer], clock: Callable[[], float]) -> None:
+    def __init__(self, log: Readable, optimizers: Sequence[Optimizer], clock: Callable[[], float]) -> None:
         self._log = log
         self._clock = clock
         self._begun_s = clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from amp_widgets.core.memory.budget import phase_in_words
 from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text
 from amp_widgets.core.memory.savings import Savings
+from amp_widgets.core.memory.whole_step import CompleteStep, WholeStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,6 +78,7 @@ def autopsy(
     layers: Iterable[Layer],
     source: str,
     known_peak_bytes: float = math.nan,
+    complete: CompleteStep | None = None,
 ) -> OutOfMemory:
     """Look into it.
 
@@ -95,12 +98,14 @@ def autopsy(
         How the memory is measured.
     known_peak_bytes
         Of an earlier complete step with the same settings; NaN where there is none.
+    complete
+        That step, where it was followed: proposals are for the whole step then, and else only for the moment of the death.
     """
     profile = None
     if death.record is not None:
         label = f"out of memory at step {step} ({settings_text})"
         profile = death.record.profile(label=label, step=step, device=death.device, source=source)
-    writer = _Report(death, step, settings_text, profile, known_peak_bytes)
+    writer = _Report(death, step, settings_text, profile, known_peak_bytes, complete)
     writer.write(autocast, formats, [layer.name for layer in layers if layer.why_not is None and not layer.structural])
     return OutOfMemory(
         step=step,
@@ -121,7 +126,15 @@ def autopsy(
 
 
 class _Report:
-    def __init__(self, death: Death, step: int, settings_text: str, profile: StepProfile | None, known_peak_bytes: float) -> None:
+    def __init__(
+        self,
+        death: Death,
+        step: int,
+        settings_text: str,
+        profile: StepProfile | None,
+        known_peak_bytes: float,
+        complete: CompleteStep | None,
+    ) -> None:
         self.sentences: list[str] = []
         self.chosen: tuple[str, ...] = ()
         self._death = death
@@ -129,11 +142,15 @@ class _Report:
         self._settings_text = settings_text
         self._profile = profile
         self._known_peak_bytes = known_peak_bytes
+        self._whole: WholeStep | None = None
+        if complete is not None and death.record is not None and not math.isnan(death.limit_bytes):
+            with contextlib.suppress(ValueError):  # it was another kind of step
+                self._whole = WholeStep(death, complete)
         self._needed_bytes = death.allocated_bytes + death.requested_bytes
         self._short_bytes = self._needed_bytes - death.limit_bytes
         if math.isnan(self._short_bytes):  # what the device had left is not known
             self._short_bytes = death.requested_bytes
-        self._state_alone = death.allocated_bytes > death.limit_bytes
+        self._state_alone = death.allocated_bytes > death.limit_bytes and not death.made_something
 
     def write(self, autocast: str, formats: Sequence[str], candidates: Sequence[str]) -> None:
         self._heading()
@@ -149,10 +166,13 @@ class _Report:
             )
         elif self._profile is not None and self._death.record is not None and not math.isnan(self._short_bytes):
             savings = Savings(self._death)
-            self._checkpointing(savings, candidates)
-            self._half(savings, autocast, formats)
-            self._batch(savings)
-            self._later()
+            if self._whole is not None:
+                self._of_the_whole_step(self._whole, savings, candidates, autocast, formats)
+            else:
+                self._checkpointing(savings, candidates)
+                self._half(savings, autocast, formats)
+                self._batch(savings)
+                self._later()
         else:
             self.sentences.append(
                 "What held the memory is not known, as the step was not followed op by op; checkpoint layers, use autocast or a "
@@ -204,7 +224,55 @@ class _Report:
         layers = [item for item in Savings(self._death).bytes_by_layer().items() if item[0]][:_LAYERS_NAMED]
         if layers:
             named = ", ".join(f"{name} {memory_text(size)}" for name, size in layers)
-            self.sentences.append(f"The layers that held most, without the layers inside them: {named}.")
+            inner = any(other.startswith(f"{name}.") for name, _ in layers for other in profile.layer_names)
+            self.sentences.append(
+                "The layers that took up most at that moment, parameters and optimizer state included"
+                f"{', without the layers inside them' if inner else ''}: {named}."
+            )
+
+    def _of_the_whole_step(
+        self, whole: WholeStep, savings: Savings, candidates: Sequence[str], autocast: str, formats: Sequence[str]
+    ) -> None:
+        limit = memory_text(self._death.limit_bytes)
+        self.sentences.append(
+            f"By the last complete step, with these settings, the whole step would have had its peak at about "
+            f"{memory_text(whole.peak_bytes)}; the estimates below are for all of it, and assume that it goes on like that one."
+        )
+        cost_s = {name: savings.cost_s([name]) or whole.cost_s(name) for name in candidates}
+        chosen, peak = whole.choose(candidates, cost_s)
+        if chosen:
+            self.chosen = chosen
+            cost = sum(cost_s[name] for name in chosen)
+            cost_text = f", for about {cost * 1000:.1f} ms more" if cost > 0 else ""
+            self.sentences.append(
+                f"Estimate: with {_listed(chosen)} checkpointed besides, the whole step fits: at most about {memory_text(peak)}"
+                f"{cost_text}."
+            )
+        elif peak < whole.peak_bytes:
+            self.sentences.append(
+                f"Estimate: checkpointing alone is not enough: at best, the peak is about {memory_text(peak)}, and the budget is "
+                f"{limit}."
+            )
+        else:
+            self.sentences.append("Estimate: checkpointing does not lower the peak of the whole step.")
+        if autocast == "fp32" and formats:
+            in_half = whole.peak_in_half()
+            names = " or ".join(formats)
+            if whole.fits(in_half):
+                most = memory_text(in_half)
+                self.sentences.append(f"Estimate: with autocast {names}, the whole step fits: at most about {most}.")
+            else:
+                self.sentences.append(
+                    f"With autocast {names}, activations shrink, at best to half; that the whole step fits cannot be told."
+                )
+        share = math.floor(100 * whole.batch_share())
+        if share >= 1:
+            self.sentences.append(
+                f"Estimate: with at most {min(share, 99)} % of this batch the whole step fits, its gradients and the optimizer's "
+                "state included."
+            )
+        else:
+            self.sentences.append("Estimate: no batch is small enough: what does not depend on it is too much for the budget.")
 
     def _checkpointing(self, savings: Savings, candidates: Sequence[str]) -> None:
         limit = self._death.limit_bytes
@@ -219,8 +287,8 @@ class _Report:
             cost_s = savings.cost_s(chosen)
             cost = f", for about {cost_s * 1000:.1f} ms more" if cost_s > 0 else ""
             self.sentences.append(
-                f"Estimate: with {names} checkpointed besides, {freed} less would have been held at that moment, which is "
-                f"enough{cost}."
+                f"Estimate: with {names} checkpointed besides, {freed} less would have been held at that moment: the step would "
+                f"have got past this operator{cost}; {self._unknown}."
             )
             return
         most = savings.most(candidates)
@@ -243,10 +311,13 @@ class _Report:
         half = savings.activation_bytes / 2
         if autocast != "fp32" or not formats or not half:
             return
-        verdict = "which is enough" if half >= self._short_bytes else "which alone is not enough"
+        if half < self._short_bytes:
+            verdict = "which alone is not enough"
+        else:
+            verdict = f"which may have got past this operator; {self._unknown}"
         self.sentences.append(
-            f"Estimate: with autocast {' or '.join(formats)}, about {memory_text(half)} less, {verdict}; assumed is that it "
-            "halves the activations, which holds where most of them come from matrix products and convolutions."
+            f"Estimate: with autocast {' or '.join(formats)}, at best {memory_text(half)} less, {verdict}. Assumed is that it "
+            "halves the activations, which holds where they come from matrix products and convolutions."
         )
 
     def _batch(self, savings: Savings) -> None:
@@ -264,10 +335,15 @@ class _Report:
                 f"{memory_text(limit)}."
             )
         else:
-            share = math.floor(100 * (limit - fixed) / (self._needed_bytes - fixed))
+            share = math.floor(100 * (limit - fixed - later) / (self._needed_bytes - fixed))
             self.sentences.append(
-                f"Estimate: at most {share} % of this batch would have passed this point: {text}; the rest shrinks with it."
+                f"Estimate: at most {share} % of this batch would have got past this operator, and the gradients: {text}; the "
+                f"rest shrinks with it; {self._unknown}."
             )
+
+    @property
+    def _unknown(self) -> str:
+        return "what comes later is not known"
 
     def _later(self) -> None:
         limit, peak = self._death.limit_bytes, self._known_peak_bytes

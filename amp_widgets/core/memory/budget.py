@@ -42,12 +42,25 @@ def budget_in_bytes(value: object) -> float | None:
 
 
 def above_budget_text(
-    *, phase: str, layer: str, operator: str, requested_bytes: float, allocated_bytes: float, limit_bytes: float
+    *,
+    phase: str,
+    layer: str,
+    operator: str,
+    requested_bytes: float,
+    allocated_bytes: float,
+    limit_bytes: float,
+    state_alone: bool | None = None,
 ) -> str:
-    """The message of a `MemoryBudgetError`: got, expected, what to do."""
+    """The message of a `MemoryBudgetError`: got, expected, what to do.
+
+    Parameters
+    ----------
+    state_alone
+        Whether nothing that is held was made by the step; None: that is so if too much is held already.
+    """
     held = memory_text(allocated_bytes)
     limit = memory_text(limit_bytes)
-    if allocated_bytes > limit_bytes:
+    if allocated_bytes > limit_bytes if state_alone is None else state_alone:
         got = f"got {held} held before the step made anything: by model, gradients, optimizer state and batch alone"
         advice = "raise memory_budget, or free memory or take a smaller model: no batch size and no checkpointing can help here"
     else:

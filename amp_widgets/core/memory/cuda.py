@@ -24,7 +24,7 @@ from amp_widgets.core.memory.lives import SharedStorages
 from amp_widgets.core.memory.oom_observer import Attach, OutOfMemoryObserver, place_by_frames
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.memory.reading import NOT_MEASURED, DeviceBytes, MemoryReading
-from amp_widgets.core.memory.step_mode import StepMode, keep_dynamo_out, remove_from_stack
+from amp_widgets.core.memory.step_mode import StepMode, keep_dynamo_out, push_below, remove_from_stack
 from amp_widgets.core.memory.step_record import StepRecord
 from amp_widgets.core.memory.storages import LiveStorages, state_of
 from amp_widgets.core.memory.tracker import StepTracker
@@ -80,6 +80,7 @@ class CudaMeter:
         self._devices = tuple(devices)
         self._model: Callable[[], nn.Module | None] | None = None if model is None else weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._were_given = bool(self._optimizers)
         self._resets = reset_peak
         self._stats = stats or torch.cuda.memory_stats_as_nested_dict
         self._reset = reset or torch.cuda.reset_peak_memory_stats
@@ -152,6 +153,12 @@ class CudaMeter:
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Profile this model's steps; the counters are the devices'."""
         self._model = model
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Tell the state of these from other tensors in profiles, from the next one on."""
+        known = [reference() for reference in self._optimizers]
+        new = [weakref.ref(optimizer) for optimizer in optimizers if all(optimizer is not other for other in known)]
+        self._optimizers = [reference for reference in self._optimizers if reference() is not None] + new
 
     def begin(self) -> None:
         """Note the peak counters, then reset them if that is allowed."""
@@ -262,22 +269,25 @@ class CudaMeter:
         if self.unprofiled_because is not None:
             return
         remove_from_stack(lambda mode: isinstance(mode, StepMode) and mode.over)
-        if torch._C._len_torch_dispatch_stack() > 0:
-            self.unprofiled_because = "another dispatch mode was active when the step began"
-            return
         keep_dynamo_out(StepTracker)
         storages = LiveStorages(self._counted)
         with torch._C.DisableTorchFunction():  # a function mode of the user's is not to hear of this
             storages.see(*state_of(model, optimizers))
-        tracker = DeviceTracker(model, optimizers, SharedStorages(storages), self._clock, log)
+        tracker = DeviceTracker(
+            model, optimizers, SharedStorages(storages), self._clock, log, learns_optimizers=not self._were_given
+        )
         because = tracker.start()
         if because is not None:
             tracker.stop()
             self._only_boundaries(AllocatorLog(self._devices, self._read, was_reset=self._resets), optimizers, because)
             return
         tracker.on_death, tracker.model = self.on_death, self._model
+        because = push_below(tracker)
+        if because is not None:
+            tracker.stop()
+            self.unprofiled_because = because
+            return
         self._log, self._tracker, self._was_tracked = log, tracker, True
-        torch._C._push_on_torch_dispatch_stack(tracker)
 
     def _only_boundaries(self, log: AllocatorLog, optimizers: list[Optimizer], because: str) -> None:
         self._log = log

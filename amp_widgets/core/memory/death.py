@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from amp_widgets.core.layers import named_layers
 from amp_widgets.core.memory.budget import MemoryBudgetError
 from amp_widgets.core.memory.step_record import StepRecord
 
@@ -42,6 +44,8 @@ class Death:
         The layers in whose forward or backward pass it was, by position.
     inputs, outputs
         Of each layer that was called, by position: which lives of the record they are; empty where that was not followed.
+    made_something
+        Whether something is held that the step itself has made, gradients aside.
     error
         The exception, as a weak reference where it has any.
     """
@@ -59,17 +63,21 @@ class Death:
     pending: frozenset[int] = frozenset()
     inputs: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     outputs: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    made_something: bool = False
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     error: ErrorReference | None = None
 
     @classmethod
-    def told_by(cls, error: BaseException, device: str) -> Death:
-        """What the exception alone tells."""
+    def told_by(cls, error: BaseException, device: str, model: nn.Module | None = None) -> Death:
+        """What the exception alone tells, and the functions that it has left."""
         budget = isinstance(error, MemoryBudgetError)
+        phase, layer = _place_by_traceback(error, model)
         return cls(
             cause="budget" if budget else "allocator",
             device=device,
             requested_bytes=requested_bytes_of(error),
+            phase=phase,
+            layer=layer,
             error=ErrorReference(error),
         )
 
@@ -79,6 +87,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _ON_CPU.search(str(error)) is not None
+
+
+def is_of_torchscript(error: BaseException | None) -> bool:
+    """Whether an exception is what TorchScript makes of any error in a scripted function, which says nothing of its kind."""
+    return type(error) is RuntimeError and "failed in the TorchScript interpreter" in str(error)
 
 
 def requested_bytes_of(error: BaseException) -> float:
@@ -199,6 +212,21 @@ def roots_of_dead_passes(error: BaseException) -> list[Any]:
     return [root for root in roots if root is not None]
 
 
+def _place_by_traceback(error: BaseException, model: nn.Module | None) -> tuple[str, str]:
+    """Phase and layer, as far as the calls tell them that the exception has left; ``""`` for what they do not."""
+    names = {} if model is None else {id(module): name for name, module in named_layers(model).items()}
+    phase = layer = ""
+    for frame in _frames(error):
+        if frame.f_code is _RUN_BACKWARD:
+            phase = "backward"
+        elif frame.f_code is _STEP:
+            phase = "optimizer"
+        elif frame.f_code is _CALL:
+            phase = "recompute" if phase in ("backward", "recompute") else "forward"
+            layer = names.get(id(frame.f_locals.get("self")), layer)
+    return phase, layer
+
+
 def _is_suspended(frame: types.FrameType) -> bool:
     for candidate in gc.get_objects():
         for kind, name in _GENERATORS:
@@ -210,6 +238,8 @@ def _is_suspended(frame: types.FrameType) -> bool:
 _ON_CPU = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[kmgt]ib)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_CALL = nn.Module._call_impl.__code__
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _COUNTING = sys.getrefcount([object()][0])  # of an item that nobody has any more
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

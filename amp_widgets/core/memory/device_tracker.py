@@ -29,7 +29,7 @@ class DeviceTracker(StepTracker):
 
     Parameters
     ----------
-    model, optimizers, clock
+    model, optimizers, clock, learns_optimizers
         As in `StepTracker`.
     storages
         Of the devices in question.
@@ -45,6 +45,8 @@ class DeviceTracker(StepTracker):
         storages: SharedStorages,
         clock: Callable[[], float],
         log: AllocatorLog,
+        *,
+        learns_optimizers: bool | None = None,
     ) -> None:
         self._log = log
         self._shared = storages
@@ -52,7 +54,7 @@ class DeviceTracker(StepTracker):
         self._ends = False
         self._outermost = -1  # torch's number of the backward pass within which there may be others
         self._nodes_of_thread: dict[int, Numbers] = {}  # of other threads than the one that trains
-        super().__init__(model, optimizers, storages, clock)
+        super().__init__(model, optimizers, storages, clock, learns_optimizers=learns_optimizers)
 
     @property
     def points(self) -> list[tuple[float, int]]:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recomput
 """What memory is for, in the order of the columns of `StepProfile.bytes_by_kind`; in a stacked picture the first is lowest."""
 PHASES = ("forward", "loss", "backward", "recompute", "optimizer", "zero_grad", "other")
 """The parts of a step. Recompute interrupts backward."""
+MODEL = "(model)"
+"""The name of the model itself among its layers."""
 MOST_POINTS = 4000
 """A profile has about so many points at most."""
 
@@ -54,6 +57,10 @@ class LayerProfile:
         Of the numbers it computed: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"mixed"``; nothing where it ran no op.
     checkpointed
         Whether it was switched on, or was recomputed by the user's own checkpointing.
+    whole
+        Whether it is the model itself, with all that its layers and its own code make. What is made outside of its forward
+        pass, as the loss is, does not count; but to its time backward, that of the loss does. Where not the model is called but
+        layers in it, or where there are several models, it is the sum of those that are called.
     """
 
     name: str
@@ -67,17 +74,18 @@ class LayerProfile:
     calls: int
     dtype: str
     checkpointed: bool
+    whole: bool = False
 
     @property
     def saved_bytes(self) -> float:
         """About what checkpointing it would free from forward to backward: what it holds without its output, which the next
-        layer needs in any case. NaN where it is checkpointed already."""
-        return math.nan if self.checkpointed else max(0, self.activation_bytes - self.output_bytes)
+        layer needs in any case. NaN where it is checkpointed already, and for the model itself: its recompute holds it all."""
+        return math.nan if self.checkpointed or self.whole else max(0, self.activation_bytes - self.output_bytes)
 
     @property
     def cost_s(self) -> float:
         """What checkpointing it costs in a step: its recompute where it is checkpointed, else its forward pass once more."""
-        return self.recompute_s if self.checkpointed else self.forward_s
+        return self.recompute_s if self.checkpointed else math.nan if self.whole else self.forward_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,6 +126,9 @@ class AllocatorReadings:
     retries: int
     ooms: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
+
     def __post_init__(self) -> None:
         names = ("point", "allocated_bytes", "inactive_bytes", "reserved_bytes")
         arrays = {name: getattr(self, name) for name in names}
@@ -132,6 +143,7 @@ class AllocatorReadings:
             raise AmpWidgetsError(f"readings of the allocator: got points {self.point}, expected them ascending from 0 on")
         if min(array.min() for array in arrays.values()) < 0 or min(self.peak_allocated_bytes, self.retries, self.ooms) < 0:
             raise AmpWidgetsError("readings of the allocator: got a number below 0, expected bytes and counts")
+        _make_read_only(self)
 
     @property
     def text(self) -> str:
@@ -190,7 +202,7 @@ class StepProfile:
     phases
         Of the whole step.
     layers
-        Every layer of the model, in its order.
+        The model itself, named ``"(model)"``, then every layer of it, in its order; nothing where layers were not followed.
     peak_by_layer
         At the peak: layer → kind → bytes; ``""`` is what belongs to no layer. Layers do *not* include the layers inside them
         here: the bytes add up to the peak.
@@ -221,7 +233,11 @@ class StepProfile:
     notes: tuple[str, ...] = ()
     allocator: tuple[AllocatorReadings, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduced(self)
+
     def __post_init__(self) -> None:
+        _make_read_only(self)
         points = len(self.bytes_by_kind)
         for readings in self.allocator:
             if readings.point[-1] >= points:
@@ -290,7 +306,13 @@ class StepProfile:
         -------
         str
             Such as ``fp32 → bf16: peak 185.1 MB → 104.4 MB, 80.7 MB less (-43.6 %)``; not escaped.
+
+        Raises
+        ------
+        AmpWidgetsError
+            When the other is no profile.
         """
+        check_profile(other, "difference_text")
         before, after = self.peak_bytes, other.peak_bytes
         what = f"{self.label} → {other.label}: peak {memory_text(before)} → {memory_text(after)}, "
         if before == after:
@@ -335,6 +357,19 @@ def memory_text(size_bytes: float) -> str:
         if abs(size_bytes) < 999.95 or unit == "TB":
             break
     return f"{size_bytes:,.1f} {unit}"
+
+
+def check_profile(value: object, name: str) -> None:
+    """Check that it is a profile.
+
+    Raises
+    ------
+    AmpWidgetsError
+        When not; it is told who asks.
+    """
+    if not isinstance(value, StepProfile):
+        got = "None" if value is None else f"an object of type {type(value).__name__}"
+        raise AmpWidgetsError(f"{name}: got {got}, expected a StepProfile, as session.profile_step and session.profiles give")
 
 
 def phases_of(names: Sequence[str]) -> tuple[Phase, ...]:
@@ -385,6 +420,31 @@ _IN_WORDS = {
     "other": "the rest of the step",
 }
 _LAYERS_SHOWN = 10
+
+
+def _make_read_only(instance: Any) -> None:
+    """Nobody is to change the arrays through it."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            seen = value.view()
+            seen.flags.writeable = False
+            object.__setattr__(instance, field.name, seen)
+
+
+def _reduced(instance: Any) -> tuple[Any, ...]:
+    """As ``__reduce__`` gives it: a copy is made by the class, so that its arrays and mappings are read only as well."""
+    values = {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+    return _made_again, (type(instance), {name: _thawed(value) for name, value in values.items()})
+
+
+def _made_again(kind: type[Any], values: dict[str, Any]) -> Any:
+    return kind(**{name: frozen_sums(value) if isinstance(value, dict) else value for name, value in values.items()})
+
+
+def _thawed(value: Any) -> Any:
+    """Mappings that nobody changes cannot be pickled."""
+    return {name: _thawed(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def _named(names: Sequence[str], index: int) -> str:

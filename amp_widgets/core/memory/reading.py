@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.profile import StepProfile
@@ -80,6 +81,9 @@ class MemoryMeter(Protocol):
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
         """Measure the steps of this model from the next one on; it is on the same devices. It is asked for at each step."""
 
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Count the state of these, besides those that were given; they are not kept alive. Holds for a step in progress."""
+
     @property
     def unprofiled_because(self) -> str | None:
         """Why the last step that was to be profiled was not; None when it was."""
@@ -135,6 +139,9 @@ class NoMeter:
         return None
 
     def watch(self, model: Callable[[], nn.Module | None]) -> None:
+        """Do nothing."""
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Do nothing."""
 
     def begin(self) -> None:

@@ -185,6 +185,23 @@ def remove_from_stack(unwanted: Callable[[Any], bool]) -> bool:
     return found
 
 
+def push_below(mode: TorchDispatchMode) -> str | None:
+    """Put a mode on this thread's stack, below those that are there; why that cannot be, else.
+
+    An op comes to the modes above first, and to this one with what they make of it. Each of them finds itself at the top when
+    it is left. Torch's own modes for tracing lie below all others: what runs under them makes no tensors of its own.
+    """
+    stack = _stack()
+    own = next((type(other).__name__ for other in stack if getattr(other, "_mode_key", None) is not None), None)
+    if own is not None:
+        return f"torch's {own} was active when the step began, under which ops are traced or faked"
+    above = [torch._C._pop_torch_dispatch_stack(None) for _ in stack]
+    torch._C._push_on_torch_dispatch_stack(mode)
+    for other in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(other)
+    return None
+
+
 def _stack() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
 

@@ -16,6 +16,7 @@ from torch import nn
 from amp_widgets.core.memory.lives import ACTIVATION, NO_GRAD_FORWARD, NO_GRAD_LOSS, OTHER, TEMPORARY, Life
 from amp_widgets.core.memory.profile import (
     KINDS,
+    MODEL,
     PHASES,
     AllocatorReadings,
     LayerProfile,
@@ -38,10 +39,13 @@ class LayerFacts:
         Name → module, in the model's order; a position in it stands for a layer.
     switched
         Names of those that are checkpointed.
+    model
+        The one that they are in.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], switched: Sequence[str]) -> None:
+    def __init__(self, layers: dict[str, nn.Module], switched: Sequence[str], model: nn.Module) -> None:
         self.names = tuple(layers)
+        self.model_type = type(model).__name__
         self.types = [type(layer).__name__ for layer in layers.values()]
         self._switched = frozenset(switched)
         self._ids = [id(layer) for layer in layers.values()]
@@ -53,7 +57,7 @@ class LayerFacts:
                     for parameter in layer._parameters.values()
                     if parameter is not None and not nn.parameter.is_lazy(parameter)
                 }
-                for layer in layers.values()
+                for layer in (*layers.values(), model)
             ]
 
     @functools.cached_property
@@ -93,6 +97,14 @@ class LayerFacts:
 
         return [sum(collect(index).values()) for index in range(len(self.names))]
 
+    @property
+    def model_parameter_bytes(self) -> int:
+        """Of the whole model, each parameter once."""
+        sizes: dict[int, int] = {}
+        for own in self._own_parameters:
+            sizes.update(own)
+        return sum(sizes.values())
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
@@ -107,7 +119,7 @@ class StepRecord:
     dtypes
         Of the results of ops in the forward pass, with the layer.
     calls, forward_s, output_bytes
-        One item a layer.
+        One item a layer, and a last one of the model itself, at `NO_LAYER`.
     recomputed
         Layers that were the outermost to be called in a backward pass.
     allocator
@@ -215,10 +227,15 @@ class StepRecord:
         facts = self.facts
         count = len(facts.names)
         held = np.zeros(count, dtype=np.int64)
+        held_by_model = 0
         activations = kind == ACTIVATION
+        made_in_forward = phase[np.minimum(born, len(phase) - 1)] == PHASES.index("forward")
+        most = 0
         for end in self.forward_ends:
             at = activations & (born <= end) & (died > end)
-            if size[at].sum() > held.sum():
+            if size[at].sum() > most:
+                most = size[at].sum()
+                held_by_model = int(size[at & made_in_forward].sum())
                 inside = at & (owner != NO_LAYER)
                 held = np.bincount(owner[inside], weights=size[inside], minlength=count).astype(np.int64)
         lasted_s = np.diff(time_s, prepend=0.0)
@@ -230,12 +247,28 @@ class StepRecord:
         held, with_backward, backward_s, recompute_s = (
             _with_inner_layers(facts, own) for own in (held, with_backward, backward_s, recompute_s)
         )
-        dtypes: list[set[str]] = [set() for _ in range(count)]
+        dtypes: list[set[str]] = [set() for _ in range(count + 1)]
         for layer, dtype in self.dtypes:
-            if layer != NO_LAYER and (dtype.is_floating_point or dtype.is_complex):
-                for outer in facts.around[layer]:
+            if dtype.is_floating_point or dtype.is_complex:
+                for outer in (*(facts.around[layer] if layer != NO_LAYER else ()), NO_LAYER):
                     dtypes[outer].add(str(dtype).removeprefix("torch."))
-        return tuple(
+        called = self._called_first()
+        went_back = [(phase == PHASES.index(name)) for name in ("backward", "recompute")]
+        model = LayerProfile(
+            name=MODEL,
+            type=facts.model_type,
+            parameter_bytes=facts.model_parameter_bytes,
+            activation_bytes=held_by_model,
+            output_bytes=sum(self.output_bytes[index] for index in called),
+            forward_s=sum(self.forward_s[index] for index in called) if called else math.nan,
+            backward_s=float(lasted_s[went_back[0]].sum()) if went_back[0].any() else math.nan,
+            recompute_s=float(lasted_s[went_back[1]].sum()) if went_back[0].any() or went_back[1].any() else math.nan,
+            calls=sum(self.calls[index] for index in called),
+            dtype=_dtype_text(dtypes[NO_LAYER]),
+            checkpointed=NO_LAYER in self.recomputed,
+            whole=True,
+        )
+        return model, *(
             LayerProfile(
                 name=facts.names[index],
                 type=facts.types[index],
@@ -246,12 +279,24 @@ class StepRecord:
                 backward_s=float(backward_s[index]) if with_backward[index] else math.nan,
                 recompute_s=float(recompute_s[index]) if with_backward[index] or recompute_s[index] else math.nan,
                 calls=self.calls[index],
-                dtype="mixed" if len(dtypes[index]) > 1 else next(iter(dtypes[index]), ""),
+                dtype=_dtype_text(dtypes[index]),
                 checkpointed=facts.checkpointed[index]
                 or (index in self.recomputed and facts.checkpointed_around[index] == index),
             )
             for index in range(count)
         )
+
+    def _called_first(self) -> list[int]:
+        """The model, if it was called; else the layers, or models of several, that were not called by another one."""
+        if self.calls[NO_LAYER]:
+            return [NO_LAYER]
+        calls = self.calls
+        around = enumerate(self.facts.around)
+        return [index for index, outer in around if calls[index] and not any(calls[each] for each in outer[:-1])]
+
+
+def _dtype_text(names: set[str]) -> str:
+    return "mixed" if len(names) > 1 else next(iter(names), "")
 
 
 _Integers = npt.NDArray[np.int64]

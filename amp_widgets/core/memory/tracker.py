@@ -44,7 +44,8 @@ from amp_widgets.core.memory.lives import (
 from amp_widgets.core.memory.profile import KINDS, PHASES
 from amp_widgets.core.memory.step_mode import ITEM, PAUSE_S, StepMode, item, modules_being_called, operator_name
 from amp_widgets.core.memory.step_record import NO_LAYER, LayerFacts, StepRecord
-from amp_widgets.core.memory.storages import storages_of
+from amp_widgets.core.memory.storages import state_of, storages_of
+from amp_widgets.core.memory.whole_step import CompleteStep
 
 _FORWARD, _LOSS, _BACKWARD, _RECOMPUTE, _OPTIMIZER, _ZERO_GRAD, _OTHER = range(len(PHASES))
 """Positions in `PHASES`."""
@@ -68,21 +69,36 @@ class StepTracker(StepMode):
         Where the bytes are counted.
     clock
         Seconds.
+    learns_optimizers
+        Whether those that are seen to step count besides; None: if there are no others.
+
+    Notes
+    -----
+    With a limit, what counts is the training: ops in a forward pass of the model, in a backward pass and in an optimizer's
+    step, and other ops with what these have made, such as a loss function's. What else the user's code allocates is
+    counted, and raises nothing: the code may be anybody's, if the step was left by an exception.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], storages: RecordedStorages, clock: Callable[[], float]
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        storages: RecordedStorages,
+        clock: Callable[[], float],
+        *,
+        learns_optimizers: bool | None = None,
     ) -> None:
         super().__init__(storages, clock)
         self._recorded = storages
         self.limit_bytes = math.inf
-        """An op that goes above it raises `MemoryBudgetError`."""
+        """An op of the training that goes above it raises `MemoryBudgetError`."""
+        self._limit_rests = False  # memory has run out, and no forward or backward pass nor an optimizer's step has begun since
         self._begun_s = self._last_op_s
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._learns_optimizers = not self._optimizers
+        self._learns_optimizers = not self._optimizers if learns_optimizers is None else learns_optimizers
         root = inner_model(model)
         layers = named_layers(model)
-        self._facts = LayerFacts(layers, Checkpointing(model).active)
+        self._facts = LayerFacts(layers, Checkpointing(model).active, root)
         self._layer_of = {id(module): index for index, module in enumerate(layers.values())}
         self._layer_of[id(root)] = NO_LAYER
         self._root = weakref.ref(root)
@@ -107,9 +123,9 @@ class StepTracker(StepMode):
         self._forward_ends: list[int] = []
         self._layer_of_parameter: dict[int, int] = {}
         self._dtypes: set[tuple[int, torch.dtype]] = set()
-        self._calls = [0] * len(layers)
-        self._forward_s = [0.0] * len(layers)
-        self._output_bytes = [0] * len(layers)
+        self._calls = [0] * (len(layers) + 1)  # the last one, at NO_LAYER, is the model's own
+        self._forward_s = [0.0] * (len(layers) + 1)
+        self._output_bytes = [0] * (len(layers) + 1)
         self._recomputed: set[int] = set()
         self._inputs: dict[int, list[Life]] = {}  # of each layer, if there is a limit
         self._outputs: dict[int, list[Life]] = {}
@@ -132,6 +148,19 @@ class StepTracker(StepMode):
         ]
         return None
 
+    def also(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """More belongs to the step than was known when it began; layers that are new are not told apart."""
+        known = {id(module) for reference, _ in self._modules if (module := reference()) is not None}
+        self._modules += [(weakref.ref(module), NO_LAYER) for module in model.modules() if id(module) not in known]
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            self._learn(optimizer)
+        storages = self._recorded
+        with torch._C.DisableTorchFunction():
+            storages.see(*state_of(model, optimizers))
+        storages.fresh.clear()
+        self._mark_all()
+
     def stop(self) -> None:
         """Count no more, and take off the hooks."""
         super().stop()
@@ -147,6 +176,10 @@ class StepTracker(StepMode):
         self._add_point(self._phase, NO_LAYER, None, now_s)
         self._modules = []
         return self._written()
+
+    def complete(self, record: StepRecord) -> CompleteStep:
+        """What `finish` has given, with what went into the layers and came out of them, which is followed with a limit."""
+        return CompleteStep(record=record, inputs=self._inputs, outputs=self._outputs)
 
     def _written(self) -> StepRecord:
         storages = self._recorded
@@ -203,8 +236,10 @@ class StepTracker(StepMode):
         before = storages.bytes
         storages.see_op((*args, *kwargs.values()) if kwargs else args, out)
         if before < storages.bytes > self.limit_bytes:
-            out = None  # it is to be free again when the error is caught
-            raise self._above_limit(func, phase, before)
+            phase = self._surely(phase)
+            if phase in _TRAINING or self._is_training((*args, *kwargs.values()) if kwargs else args):
+                out = None  # it is to be free again when the error is caught
+                raise self._above_limit(func, phase, before)
         if func is _DETACH and phase == _BACKWARD:
             self._note_taken_over(args[0])
         if storages.changed or phase != self._phase:
@@ -290,8 +325,15 @@ class StepTracker(StepMode):
             requested, allocated = storages.bytes - before, before
         storages.fresh.clear()
         storages.settle()
+        made = any(life.death is None and life.kind in _MADE for life in storages.lives)
         death = self._describe_death(
-            op, phase, cause="budget", requested_bytes=requested, allocated_bytes=allocated, limit_bytes=self.limit_bytes
+            op,
+            phase,
+            cause="budget",
+            requested_bytes=requested,
+            allocated_bytes=allocated,
+            limit_bytes=self.limit_bytes,
+            made_something=made,
         )
         error = MemoryBudgetError(
             above_budget_text(
@@ -301,10 +343,53 @@ class StepTracker(StepMode):
                 requested_bytes=requested,
                 allocated_bytes=allocated,
                 limit_bytes=self.limit_bytes,
+                state_alone=allocated > self.limit_bytes and not made,
             )
         )
         self._die(dataclasses.replace(death, error=ErrorReference(error)))
         return error
+
+    def _die(self, death: Death) -> None:
+        self._limit_rests = True
+        super()._die(death)
+
+    def _surely(self, phase: int) -> int:
+        """The phase, where a forward pass may have been left without a word, as by an interrupt."""
+        if phase != _FORWARD or any(id(module) in self._layer_of for module in modules_being_called()):
+            return phase
+        self._calls_open.clear()
+        self._expects_backward = False
+        self._set_outside()
+        return self._outside
+
+    def _is_training(self, values: Iterable[Any]) -> bool:
+        """Whether an op outside of forward, backward and the optimizer's step belongs to them, by what it works with."""
+        return not self._limit_rests and any(self._is_of_step(value) for value in values)
+
+    def _is_of_step(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(self._is_of_step(inner) for inner in value)
+        if not isinstance(value, Tensor):
+            return False
+        if value.requires_grad and self._leads_to_ours(value):
+            return True
+        return any(life.kind in (GRADIENT, OPTIMIZER) for life in self._lives_of(value))
+
+    def _leads_to_ours(self, tensor: Tensor) -> bool:
+        """Whether a gradient of this tensor would come to a parameter of ours."""
+        ours = self._layer_of_parameter
+        if id(tensor) in ours:
+            return True
+        waiting, seen = [tensor.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in ours:
+                return True
+            waiting += [following for following, _ in node.next_functions]
+        return False
 
     def _death(self, op: Any, error: BaseException) -> Death:
         task = _graph_task()
@@ -374,6 +459,7 @@ class StepTracker(StepMode):
             self._expects_backward = False
             self._set_outside()
         else:
+            self._limit_rests = False
             # A recompute runs with gradients on; so do all ops if the gradients are to have a graph themselves. In torch's
             # checkpointing, a recompute has hooks for saved tensors in force.
             self._creates_graph = (
@@ -407,20 +493,21 @@ class StepTracker(StepMode):
             except ValueError:
                 pass
         self._hops = 0
-        frame = caller = sys._getframe(1).f_back
-        if op is _ONES_LIKE and caller is not None and caller.f_code is _MAKE_GRADS:
-            self._expects_backward = False
-            self._set_outside()
-            return _BACKWARD
+        frame = sys._getframe(1).f_back
         hops = 2
         while frame is not None:
             code = frame.f_code
+            if code is _MAKE_GRADS and op is _ONES_LIKE:
+                self._expects_backward = self._limit_rests = False
+                self._set_outside()
+                return _BACKWARD
             if code is _ZERO_GRAD_OF_OPTIMIZER or code is _ZERO_GRAD_OF_MODULE:
                 return _ZERO_GRAD
             if code is _STEP:
                 if self._learns_optimizers:
                     self._learn(frame.f_locals.get("self"))
                 self._hops = hops
+                self._limit_rests = False
                 if self._outside == _LOSS and not self._forward_in_step:
                     self._expects_backward = False  # the last forward pass was not for a backward pass
                     self._set_outside()
@@ -455,9 +542,9 @@ class StepTracker(StepMode):
         now_s = self._clock()
         if task == -1:
             if not self._calls_open:
+                self._limit_rests = False
                 self._settle_outside(now_s)
-            if layer != NO_LAYER:
-                self._calls[layer] += 1
+            self._calls[layer] += 1
         elif len(self._calls_open) == self._depth:
             self._recomputed.add(layer)
         self._calls_open.append((id(module), layer, now_s))
@@ -476,13 +563,12 @@ class StepTracker(StepMode):
         now_s = self._clock()
         self._nodes_follow(calls[-1][1] if calls else NO_LAYER)
         if _graph_task() == -1:
-            if layer != NO_LAYER:
-                self._forward_s[layer] += now_s - begun_s
-                self._output_bytes[layer] = _bytes_of(output)
-                if self.limit_bytes != math.inf:
-                    self._outputs.setdefault(layer, []).extend(self._lives_of(output))
+            self._forward_s[layer] += now_s - begun_s
+            self._output_bytes[layer] = _bytes_of(output)
+            if layer != NO_LAYER and self.limit_bytes != math.inf:
+                self._outputs.setdefault(layer, []).extend(self._lives_of(output))
             if not calls:
-                self._expects_backward = _grad_enabled()
+                self._expects_backward = _grad_enabled() and output is not None  # it is None after an exception
                 self._forward_in_step = _within_a_step()
                 self._settle_outside(now_s)
                 self._add_point(_FORWARD, NO_LAYER, None, now_s)
@@ -595,6 +681,8 @@ class StepTracker(StepMode):
 
 
 _ACCUMULATES = 2**63
+_TRAINING = frozenset((_FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER))
+_MADE = frozenset((ACTIVATION, RECOMPUTE, TEMPORARY, NO_GRAD_FORWARD, NO_GRAD_LOSS))
 _UNDECIDED = {NO_GRAD_FORWARD: TEMPORARY, NO_GRAD_LOSS: OTHER}
 _graph_task = torch._C._current_graph_task_id
 _grad_enabled = torch.is_grad_enabled

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -84,23 +85,75 @@ class TestNesting:
     def test_around(self, meter: CpuMeter, model: nn.Linear) -> None:
         with FlopCounterMode(display=False) as flops:
             meter.begin()
-            model(torch.zeros(4, 3))
-            assert math.isnan(meter.end().peak_bytes)
+            y = model(torch.zeros(4, 3))
+            assert meter.end().allocated_bytes == 32 + y.nbytes + 48
             assert len(stack()) == 1
         assert flops.get_total_flops() == FLOPS
-        assert meter.unmeasured_because == "another dispatch mode was active when the step began"
-        assert meter.unmeasured_steps == 1
+        assert meter.unmeasured_because is None
+        assert meter.unmeasured_steps == 0
         assert stack() == []
 
     def test_entered_before_and_left_within(self, meter: CpuMeter, model: nn.Linear) -> None:
         names = Names()
         with names:
             meter.begin()
-            torch.zeros(3)
-        model(torch.zeros(4, 3))
-        assert math.isnan(meter.end().peak_bytes)
+            a = torch.zeros(3)
+        y = model(torch.zeros(4, 3))
+        assert meter.end().allocated_bytes == 32 + a.nbytes + y.nbytes + 48
         assert names.names == ["zeros"]
         assert stack() == []
+        assert not _python_dispatch.is_in_torch_dispatch_mode()
+
+    def test_entered_within_and_left_in_the_next_step(self, meter: CpuMeter, model: nn.Linear) -> None:
+        names = Names()
+        meter.begin()
+        names.__enter__()
+        first = torch.zeros(2)
+        assert meter.end().allocated_bytes == 32 + first.nbytes
+        meter.begin()
+        second = torch.zeros(3)
+        names.__exit__(None, None, None)
+        third = torch.zeros(4)
+        assert meter.end().allocated_bytes == 32 + first.nbytes + second.nbytes + third.nbytes
+        assert names.names == ["zeros", "zeros"]
+        assert stack() == []
+
+    @pytest.mark.parametrize("mode", [FakeTensorMode, FunctionalTensorMode])
+    def test_torchs_own_modes_around(self, meter: CpuMeter, mode: type[Any]) -> None:
+        with mode() as own:
+            meter.begin()
+            assert stack() == [own]
+            assert math.isnan(meter.end().peak_bytes)
+        assert stack() == []
+        assert meter.unmeasured_because is not None
+        assert mode.__name__ in meter.unmeasured_because
+        meter.begin()
+        assert meter.end().peak_bytes == 32
+
+    def test_torchs_own_mode_below_another(self, meter: CpuMeter) -> None:
+        with FakeTensorMode() as own, Names() as names:
+            meter.begin()
+            assert stack() == [own, names]
+            assert math.isnan(meter.end().peak_bytes)
+
+    def test_profile_under_a_mode(self, meter: CpuMeter, model: nn.Linear) -> None:
+        def profile() -> Any:
+            meter.profile_next("profile")
+            meter.begin()
+            model(torch.zeros(4, 3)).sum().backward()
+            meter.end()
+            model.zero_grad()
+            taken = meter.take_profile()
+            assert taken is not None
+            return taken
+
+        plain = profile()
+        with FlopCounterMode(display=False) as flops, Names():
+            under = profile()
+        assert flops.get_total_flops() == 2 * FLOPS
+        assert under.bytes_by_kind.tolist() == plain.bytes_by_kind.tolist()
+        assert under.phases == plain.phases
+        assert under.operator_names == plain.operator_names
 
     def test_entered_within_and_left_after(self, meter: CpuMeter, model: nn.Linear) -> None:
         meter.begin()
@@ -110,7 +163,7 @@ class TestNesting:
             assert stack() == [one, two]
             y.sum()
             meter.begin()  # they are still there
-            assert math.isnan(meter.end().peak_bytes)
+            assert meter.end().peak_bytes == 32 + y.nbytes + 48
         assert stack() == []
         assert one.names == two.names
         assert one.names[-1] == "sum"
@@ -158,8 +211,10 @@ class TestNesting:
         meter.begin()
         other.begin()
         torch.zeros(10)
-        assert math.isnan(other.end().peak_bytes)
-        assert meter.end().peak_bytes == 32 + 40
+        assert other.end().peak_bytes == 32 + 40
+        torch.zeros(20)
+        assert meter.end().peak_bytes == 32 + 80
+        assert stack() == []
 
     def test_set_aside_while_it_ends(self, meter: CpuMeter) -> None:
         meter.begin()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -66,8 +67,20 @@ def check(profile: StepProfile, reading: MemoryReading) -> None:
     assert sum(profile.peak_bytes_by_layer.values()) == profile.peak_bytes
     by_kind = {kind: sum(kinds.get(kind, 0) for kinds in profile.peak_by_layer.values()) for kind in KINDS}
     assert by_kind == profile.peak_bytes_by_kind
-    assert tuple(layer.name for layer in profile.layers) == profile.layer_names
+    check_layers(profile)
     assert "test" in repr(profile)
+
+
+def check_layers(profile: StepProfile) -> None:
+    """The model itself comes first, and agrees with the picture."""
+    whole, *layers = profile.layers
+    assert (whole.name, whole.whole) == ("(model)", True)
+    assert tuple(layer.name for layer in layers) == profile.layer_names
+    assert not any(layer.whole for layer in layers)
+    activations = profile.bytes_by_kind[:, KINDS.index("activation")]
+    assert whole.activation_bytes <= activations.max()
+    assert whole.activation_bytes >= max((layer.activation_bytes for layer in layers), default=0)
+    assert whole.parameter_bytes >= max((layer.parameter_bytes for layer in layers), default=0)
 
 
 def states(profile: StepProfile) -> list[tuple[str, dict[str, int]]]:
@@ -230,21 +243,75 @@ class TestByHand:
             (layer.name, layer.type, layer.parameter_bytes, layer.activation_bytes, layer.output_bytes, layer.calls, layer.dtype)
             for layer in profile.layers
         ]
+        held = profile.bytes_by_kind[profile.phases[0].stop - 1]
+        assert held[KINDS.index("activation")] == A1 + Y
         assert found == [
+            ("(model)", "Mlp", PARAMETERS, A1 + Y, Y, 1, "float32"),
             ("first", "Sequential", W1 + B1, A1, A1, 1, "float32"),
             ("first.0", "Linear", W1 + B1, 0, Z1, 1, "float32"),
             ("first.1", "ReLU", 0, A1, A1, 1, "float32"),
             ("second", "Linear", W2 + B2, Y, Y, 1, "float32"),
         ]
-        first, linear, relu, second = profile.layers
+        whole, first, linear, relu, second = profile.layers
+        assert whole.forward_s > first.forward_s + second.forward_s
+        assert whole.backward_s > first.backward_s + second.backward_s  # with that of the loss
+        assert whole.recompute_s == 0
         assert first.forward_s > linear.forward_s + relu.forward_s
         assert first.backward_s == pytest.approx(linear.backward_s + relu.backward_s)
         assert min(layer.backward_s for layer in profile.layers) > 0
         assert second.recompute_s == 0
-        assert (
-            sum(layer.activation_bytes for layer in (first, second))
-            == profile.bytes_by_kind[profile.phases[0].stop - 1, KINDS.index("activation")]
-        )
+        assert sum(layer.activation_bytes for layer in (first, second)) == whole.activation_bytes
+        assert math.isnan(whole.saved_bytes)
+        assert math.isnan(whole.cost_s)
+
+    def test_what_the_models_own_code_holds(self) -> None:
+        """No layer does; the loss, which is made outside of the model, is not among it."""
+
+        class Own(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(3, 4)
+                self.scale = nn.Parameter(torch.ones(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.tanh(torch.tanh(self.layer(x)) * self.scale)
+
+        model = Own()
+        x = torch.randn(5, 3)
+
+        def step() -> None:
+            loss = torch.exp(model(x)).sum()
+            assert loss.numel() == 1
+            loss.backward()
+
+        profile, _ = profiled(CpuMeter(model, []), step)
+        whole, layer = profile.layers
+        assert (whole.activation_bytes, layer.activation_bytes) == (2 * Z1, 0)
+        end = next(phase.stop for phase in profile.phases if phase.name == "forward") - 1
+        assert profile.bytes_by_kind[end, KINDS.index("activation")] == 2 * Z1
+        assert profile.bytes_by_kind[:, KINDS.index("activation")].max() > 2 * Z1  # with the loss
+        assert whole.parameter_bytes == W1 + B1 + 4 * F32 == profile.bytes_by_kind[0, KINDS.index("parameter")]
+        assert (whole.output_bytes, whole.calls, whole.dtype) == (Z1, 1, "float32")
+
+    @pytest.mark.parametrize("checkpointed", [False, True])
+    def test_a_model_without_layers(self, checkpointed: bool) -> None:
+        model = nn.Linear(3, 4)
+        x = torch.randn(5, 3, requires_grad=True)
+
+        def step() -> None:
+            (checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)).sum().backward()
+
+        profile, _ = profiled(CpuMeter(model, []), step)
+        (whole,) = profile.layers
+        assert (whole.type, whole.parameter_bytes, whole.activation_bytes) == ("Linear", W1 + B1, Z1)
+        assert whole.checkpointed is checkpointed
+
+    def test_a_layer_may_have_the_name_of_the_model_itself(self) -> None:
+        model = nn.Sequential()
+        model.add_module("(model)", nn.Linear(3, 4))
+        profile, _ = profiled(CpuMeter(model, []), lambda: model(torch.ones(5, 3)).sum().backward())
+        assert [(layer.name, layer.type) for layer in profile.layers] == [("(model)", "Sequential"), ("(model)", "Linear")]
+        assert profile.layer("(model)").whole
 
     def test_first_step_makes_the_state(self) -> None:
         training = Training()
@@ -313,7 +380,7 @@ class TestByHand:
         assert profile is not None
         check(profile, reading)
         assert phase_names(profile) == ["forward", "loss", "backward", "optimizer", "zero_grad"]
-        assert [layer.calls for layer in profile.layers] == [1, 1, 1, 1]
+        assert [layer.calls for layer in profile.layers] == [1, 1, 1, 1, 1]
         assert profile.layer("second").activation_bytes == Y
 
     def test_step_that_ends_within_the_optimizers_hooks(self) -> None:
@@ -351,9 +418,14 @@ class TestByHand:
         meter.watch(lambda: nn.ModuleDict({"one": one, "other": other}))
         profile, _ = profiled(meter, lambda: other(one(x)).sum().backward())
         assert [(layer.name, layer.calls, layer.activation_bytes) for layer in profile.layers] == [
+            ("(model)", 2, 5 * (4 + 2) * F32),
             ("one", 1, 5 * 4 * F32),
             ("other", 1, 5 * 2 * F32),
         ]
+        whole, *models = profile.layers
+        assert whole.parameter_bytes == sum(model.parameter_bytes for model in models)
+        assert whole.output_bytes == sum(model.output_bytes for model in models)
+        assert whole.forward_s == pytest.approx(sum(model.forward_s for model in models))
         assert profile.peak_by_layer["one"]["parameter"] == W1 + B1
 
     def test_many_points_are_thinned(self) -> None:
@@ -424,7 +496,9 @@ class TestKinds:
             y.float().sum().backward()
 
         profile, _ = profiled(CpuMeter(model, []), step)
-        found = {layer.name: layer.dtype for layer in profile.layers}
+        whole, *layers = profile.layers
+        assert whole.dtype == "mixed"
+        found = {layer.name: layer.dtype for layer in layers}
         assert found == {"0": "bfloat16", "1": "bfloat16", "2": "mixed", "2.0": "float32", "2.1": "bfloat16", "3": ""}
         assert profile.layer("0").output_bytes == 2 * 4 * 2
 
@@ -439,7 +513,9 @@ class TestKinds:
 
             profile, _ = profiled(training.meter, step)
             assert profile.bytes_by_kind[:, KINDS.index("recompute")].max() == Z1 + A1
-            assert [layer.checkpointed for layer in profile.layers] == [True, False, False, False]
+            assert [layer.checkpointed for layer in profile.layers] == [False, True, False, False, False]
+            assert profile.layer("(model)").calls == 2  # of two layers in place of the model
+            assert profile.layer("(model)").recompute_s >= profile.layer("first").recompute_s > 0
             assert profile.layer("first").calls == 1
 
     def test_checkpointed_function_without_modules(self) -> None:
@@ -755,6 +831,8 @@ class TestAllSorts:
         assert profile.layer("0").activation_bytes == 0  # dropout saves its mask, and not its input
         assert profile.layer("1").activation_bytes == 2 * one_batch  # the mask of numbers, and the result
         assert profile.layer("3").activation_bytes == 6 * 2 * F32
+        whole, *layers = profile.layers
+        assert whole.activation_bytes == sum(layer.activation_bytes for layer in layers)  # without the loss of the batch before
 
     def test_tied_weight_counts_once(self) -> None:
         model, optimizers, step = tied()
@@ -897,7 +975,7 @@ class TestAborted:
 
         profile, _ = profiled(training.meter, step)
         assert seen == [51]
-        assert [layer.calls for layer in profile.layers] == [1, 1, 1, 1]
+        assert [layer.calls for layer in profile.layers] == [1, 1, 1, 1, 1]
 
 
 class Names(TorchDispatchMode):
@@ -913,17 +991,28 @@ class Names(TorchDispatchMode):
 
 
 class TestNotProfiled:
-    def test_within_a_mode_of_the_users(self) -> None:
+    def test_within_a_mode_of_torchs_own(self) -> None:
         training = Training()
-        with Names() as names:
+        with FakeTensorMode():
             training.meter.profile_next("test")
             training.meter.begin()
-            training.step()
             assert math.isnan(training.meter.end().peak_bytes)
-        assert "addmm" in names.names
         assert training.meter.take_profile() is None
-        assert training.meter.unprofiled_because == "another dispatch mode was active when the step began"
+        assert training.meter.unprofiled_because is not None
+        assert "FakeTensorMode" in training.meter.unprofiled_because
         profiled(training.meter, training.step)
+
+    def test_within_a_mode_of_the_users(self) -> None:
+        training = Training()
+        training.meter.profile_next("test")
+        with Names() as names:
+            training.meter.begin()
+            training.step()
+            assert training.meter.end().peak_bytes > 0
+        profile = training.meter.take_profile()
+        assert profile is not None
+        assert "addmm" in names.names
+        assert "aten::addmm" in profile.operator_names
 
     def test_mode_of_the_users_within_a_step(self) -> None:
         training = Training()
@@ -977,9 +1066,10 @@ class TestCompiled:
         training.step()
         training.meter.end()
         assert compiles == [1]
-        assert training.meter.take_profile() is None
-        assert training.meter.unprofiled_because is not None
-        assert "layer 'first' is compiled" in training.meter.unprofiled_because
+        profile = training.meter.take_profile()  # of the boundaries
+        assert profile is not None
+        assert profile.layers == ()
+        assert "layer 'first' is compiled" in profile.notes[0]
 
     def test_behind_the_meters_back(self, compiles: list[int]) -> None:
         """What ``torch.compile(model)`` returns is another module, of which the model does not know."""
@@ -1001,9 +1091,10 @@ class TestCompiled:
         assert type(training.meter._step) is StepMode
         step()
         training.meter.end()
-        assert training.meter.take_profile() is None
-        assert training.meter.unprofiled_because is not None
-        assert "compiled code ran in the step" in training.meter.unprofiled_because
+        profile = training.meter.take_profile()  # of the boundaries
+        assert profile is not None
+        assert profile.layers == ()
+        assert "compiled code ran in the step" in profile.notes[0]
         assert len(compiles) == runs + 3
         assert frames["total"] == made  # and never compiled anew
 

@@ -1,0 +1,61 @@
+"""What a loss scale makes of the gradients of each layer, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import traitlets
+
+from amp_widgets.analysis.gradients import GradientRange, LayerRange, Shares, percent
+from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.state import DashboardState
+
+MOST_ROWS = 60
+LOST_SHARE = 0.01
+"""More than this becoming zero, or anything overflowing, stands out."""
+
+
+class GradientTable(Control):
+    """The layers of a sampled step; asks ``request(pattern=text)`` for a filter."""
+
+    _esm = page_script("gradient_table")
+    _css = Control._css + (Path(__file__).parent / "gradient.css").read_text(encoding="utf-8")
+
+    rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
+    summary = traitlets.Unicode().tag(sync=True)
+    pattern = traitlets.Unicode(help="The filter in force.").tag(sync=True)
+    sampled = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, request: Callable[..., None], state: DashboardState | None = None) -> None:
+        super().__init__(request, state)
+
+    def show(self, found: GradientRange | None, pattern: str, scale: float) -> None:
+        """Show the layers that fit the pattern, at a scale; nothing is sent when they are those shown."""
+        if found is None:
+            self._put({"rows": [], "summary": "", "pattern": pattern, "sampled": False})
+            return
+        worst = found.matching(pattern).worst(scale)
+        shown = f"the {MOST_ROWS} worst of " if len(worst) > MOST_ROWS else ""
+        of = "" if len(worst) == len(found.at_stake) else f" of {len(found.at_stake)}"
+        summary = f"{shown}{len(worst)}{of} layers"
+        rows = [_row(layer, shares) for layer, shares in worst[:MOST_ROWS]]
+        self._put({"rows": rows, "summary": summary, "pattern": pattern, "sampled": True})
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}  # it shows a `GradientRange`
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        if "filter" in message:
+            pattern = str(message["filter"]).strip()
+            if pattern != self.pattern:
+                self._request(pattern=pattern)
+
+
+def _row(layer: LayerRange, shares: Shares) -> list[Any]:
+    """Name, format, texts of the shares and of the count, and whether each share stands out."""
+    texts = [percent(one) for one in (shares.flushed, shares.subnormal, shares.normal, shares.overflow, shares.zeros)]
+    lost = [shares.flushed > LOST_SHARE, False, False, shares.overflow > 0, False]
+    nonfinite = f"{percent(shares.nonfinite)} inf or NaN" if shares.nonfinite else ""
+    return [layer.layer, layer.dtype, texts, f"{layer.elements:,}", lost, nonfinite]
