@@ -390,8 +390,12 @@ class Runner:
             resetting, self._resetting = self._resetting, False
         if resetting:
             self._restore()
-        while self._jobs:
-            self._jobs.popleft()()
+        self._loop.lent_to = threading.get_ident()
+        try:
+            while self._jobs:
+                self._jobs.popleft()()
+        finally:
+            self._loop.lent_to = None
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 

@@ -345,3 +345,33 @@ def test_the_skip_report_names_the_parameter_and_the_cause() -> None:
     told = session.skip_report()
     assert any("has fallen to" in one and "below 1" in one for one in told)
     session.close()
+
+
+def test_only_the_runs_own_thread_may_use_the_model_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = Gated(2)
+    session = made(gated)
+    said: list[str] = []
+    make = inspections._MAKE["check"]
+
+    def with_another(loop: Any, batch: Any, loss_fn: Any) -> Any:
+        def elsewhere() -> None:
+            try:
+                session.check(batch, loss_fn)
+            except RunError as error:
+                said.append(str(error))
+
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join(PATIENCE_S)
+        return make(loop, batch, loss_fn)
+
+    monkeypatch.setattr(inspections, "_MAKE", {"check": with_another})
+    session.start()
+    gated.let(1)
+    wait_for_step(session, 1)
+    session.inspect("check")
+    gated.let(1)
+    assert session.wait(PATIENCE_S)
+    assert said == ["check: a background run is training; pause it first: session.pause()"]
+    assert isinstance(session.inspection("check").result, ParityReport)
+    session.close()

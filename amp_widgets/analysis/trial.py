@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,7 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
     model = loop.model
     if model is None:
         raise RunError(f"{verb}: the session has no model any more, expected one that is not closed")
-    if getattr(loop, "run_state", "none") == "running" and not loop.owned_here:  # a session's; the run itself may, between steps
+    if getattr(loop, "run_state", "none") == "running" and loop.lent_to != threading.get_ident():  # a session's
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
     if loop.step_in_progress:
         raise RunError(f"{verb}: a step is in progress; call it between steps, or pause the run first")

@@ -107,6 +107,8 @@ class LiveLoop:
         """Whether they are being called."""
         self.in_cell = False
         """Whether a cell that trains the model is known to be running."""
+        self.lent_to: int | None = None
+        """The thread to which a background run leaves the model for a while, between two steps: its own."""
         self.go_on = "make a new AmpSession"
         """What to do once it is closed."""
         self.remarks: list[Callable[[], str | None]] = []
@@ -539,11 +541,6 @@ class LiveLoop:
             self._arm()
         else:
             self._hooks.disarm_forward()
-
-    @property
-    def owned_here(self) -> bool:
-        """Whether it is the calling thread that alone may begin steps: the one of a background run."""
-        return self._owner == threading.get_ident()
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:

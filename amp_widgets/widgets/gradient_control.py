@@ -23,7 +23,7 @@ EXPLAINED = (
 EXAMPLE = (
     "In the digits demo: choose fp16, press Start and sample a step. At 2^16 hardly anything is lost. Move the slider to 2^0: of "
     "most gradients bits are lost. Switch loss scaling off and sample again: now it is so. With a loss 100,000 times smaller, as "
-    "a mean over very many numbers can be, only zeros would be left then, and the model would learn no more."
+    "a mean over very many numbers can be, hardly anything but zeros would be left then, and the model would learn no more."
 )
 MOST_SKIPS = 5
 MANY_ZEROS, NEARLY_ALL = 0.5, 0.9

@@ -291,8 +291,8 @@ def _assert_still(board: Dashboard) -> None:
     picture.wait_for(timeout=SLOW_S * 1000)
     assert "at step 300" in picture.inner_text()
     assert AGAIN in picture.inner_text()
-    image = picture.locator("img")
-    board.wait(lambda: image.evaluate("image => image.complete && image.naturalWidth > 500"), "the picture is not an image")
+    drawn = "images => images.length > 0 && images.every(one => one.complete && one.naturalWidth > 500)"
+    board.wait(lambda: picture.locator("img").evaluate_all(drawn), "a picture is not an image")
     assert board.area.locator(".ampw-dashboard").count() == 0
 
 

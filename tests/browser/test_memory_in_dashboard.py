@@ -132,7 +132,7 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     wait(lambda: "it fits" in sentence.inner_text(), "the step that fits was not compared with the one that did not")
     notebook.kernel.exec("session.memory_budget = None")
     wait(lambda: "no budget is set now" in sentence.inner_text(), "the sentence is of a budget that is not in force")
-    assert "ceiling" not in drawn()["shapes"]
+    wait(lambda: "ceiling" not in drawn()["shapes"], "the budget that is no more is still drawn")
     notebook.screenshot("dashboard-memory-fits", area)
     press("Stop")
 
