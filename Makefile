@@ -38,7 +38,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 # One environment for each of the other ipykernels: tests/kernels.txt, and the tested versions of what these need.
 KERNEL_VENVS := .venv-kernels
-KERNELS ?= 6.31.0 7.0.1 7.3.0
+KERNELS ?= 6.31.0 7.0.1
 .PRECIOUS: $(KERNEL_VENVS)/%/.ready
 $(KERNEL_VENVS)/%/.ready: tests/kernels.txt constraints.txt | $(VENV)/.dev
 	@echo "installing ipykernel $* into $(@D)"
@@ -88,7 +88,7 @@ notebooks: $(VENV)/.dev
 	$(PYTEST) tests/notebooks
 
 browser: $(VENV)/.dev browser-needs
-	$(PYTEST) -n 2 --dist worksteal tests/browser
+	$(PYTEST) -n 3 --dist worksteal tests/browser
 
 # Debian's Chromium, where it is missing and we may install it. Elsewhere the tests say what is missing.
 browser-needs:

@@ -185,7 +185,7 @@ def _look_into(death: Death, owner: Owner) -> OutOfMemory:
         layers=owner.layers,
         source=owner.memory_source,
         known_peak_bytes=known_peak_bytes,
-        complete=None if math.isnan(known_peak_bytes) else owner.complete_step,
+        complete=owner.complete_step,
     )
     sizes = {name: getattr(found, name) for name in ("requested_bytes", "limit_bytes", "allocated_bytes")}
     owner.record_event(

@@ -139,6 +139,7 @@ class LiveLoop:
         self._profile_wanted: str | None = None  # label of the profile of the next step
         self._profiles: collections.deque[StepProfile] = collections.deque(maxlen=PROFILES_KEPT)
         self._profile_plan = ProfilePlan()
+        self._complete_steps: dict[object, CompleteStep] = {}  # by settings, the newest last
         self.profile_changes = False
         """Whether a step after each change of autocast or checkpointed layers is profiled by itself."""
         self._deaths = Deaths()
@@ -447,8 +448,8 @@ class LiveLoop:
 
     @property
     def complete_step(self) -> CompleteStep | None:
-        """The newest step, if its budget was watched: what estimates for a later one go by."""
-        return self._meter.complete_step if isinstance(self._meter, CpuMeter) else None
+        """The newest step with the settings in force that was followed closely: what estimates for a later one go by."""
+        return self._complete_steps.get(self._settings_of_memory())
 
     @property
     def out_of_memory(self) -> OutOfMemory | None:
@@ -615,6 +616,7 @@ class LiveLoop:
             self._held.let_go()
             self._optimizers = ()
             self._optimizer_steps.clear()
+            self._complete_steps.clear()
             self.on_boundary.clear()
             self.remarks.clear()
 
@@ -924,7 +926,23 @@ class LiveLoop:
         if label is None:
             return False
         self._meter.profile_next(label, step=self._step)
+        if isinstance(self._meter, CpuMeter):
+            self._meter.keeps_complete = self.profile_changes
         return True
+
+    def _keep_complete_step(self) -> None:
+        complete = self._meter.complete_step if isinstance(self._meter, CpuMeter) else None
+        if complete is None:
+            return
+        key = self._settings_of_memory()
+        self._complete_steps.pop(key, None)
+        self._complete_steps[key] = complete
+        if len(self._complete_steps) > COMPLETE_STEPS_KEPT:
+            del self._complete_steps[next(iter(self._complete_steps))]
+
+    def _settings_of_memory(self) -> object:
+        settings = self._settings
+        return settings.autocast, frozenset(settings.checkpointed), frozenset(settings.fp32_layers)
 
     def _starts_over(self, thread: int) -> bool:
         """Whether a new step begins after one in which memory has run out; else the user has caught that, and goes on with it.
@@ -977,6 +995,7 @@ class LiveLoop:
         profile = None if reading is None else self._meter.take_profile()
         if profile is not None:
             self.keep_profile(profile)
+        self._keep_complete_step()
         self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
         self._journal.put_step(
             StepRecord(
@@ -1131,6 +1150,7 @@ class LiveLoop:
 
 
 PROFILES_KEPT = 8
+COMPLETE_STEPS_KEPT = 4
 _NO_THREAD = -1
 _SCALING = {"autocast", "scaling"}
 _QUIET_S = 3.0

@@ -155,7 +155,7 @@ def test_the_quickstart_with_the_background_run(open_notebook: OpenNotebook) -> 
 
 
 def test_the_loop_in_a_busy_cell(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([OWN_LOOP, BUSY_CELL], height=1300)
+    notebook = open_notebook([OWN_LOOP, BUSY_CELL], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from amp_widgets.core.layers import Layer
-from amp_widgets.core.memory.budget import phase_in_words
 from amp_widgets.core.memory.death import Death
-from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text
+from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text, phase_in_words
 from amp_widgets.core.memory.savings import Savings
 from amp_widgets.core.memory.whole_step import CompleteStep, WholeStep
 

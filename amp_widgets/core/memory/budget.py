@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.memory.profile import memory_text, phase_in_words
 from amp_widgets.errors import AmpWidgetsError, SettingsError
 
 
@@ -69,18 +69,3 @@ def above_budget_text(
         advice = "checkpoint layers, use autocast or a smaller batch (session.out_of_memory.report says what would have fitted)"
         advice += ", or raise memory_budget"
     return f"memory_budget: {got}; expected at most {limit} at a time: {advice}"
-
-
-def phase_in_words(phase: str) -> str:
-    """``in the backward pass`` for ``"backward"``."""
-    return f"in {_IN_WORDS.get(phase, 'the step')}"
-
-
-_IN_WORDS = {
-    "forward": "the forward pass",
-    "loss": "the loss",
-    "backward": "the backward pass",
-    "recompute": "the recompute",
-    "optimizer": "the optimizer step",
-    "zero_grad": "zero_grad",
-}

@@ -71,7 +71,9 @@ class CpuMeter:
         self.on_death: Callable[[], None] | None = None
         """Called when memory has run out in an op, within that op."""
         self._death: Death | None = None  # of a step that is over
-        self._complete: CompleteStep | None = None  # the last step that ended, if its budget was watched
+        self.keeps_complete = False
+        """Whether profiled steps are followed as closely as those with a budget; see `complete_step`."""
+        self._complete: CompleteStep | None = None  # the last step that ended, if it was followed so
         keep_dynamo_out(StepMode)
         keep_dynamo_out(StepTracker)
 
@@ -137,7 +139,8 @@ class CpuMeter:
 
     @property
     def complete_step(self) -> CompleteStep | None:
-        """The last step that has ended, if its budget was watched, and after it only such as were broken off."""
+        """The last step that has ended, if it was followed so closely that estimates can go by it; after it, only such as were
+        broken off."""
         return self._complete
 
     def take_death(self) -> Death | None:
@@ -210,7 +213,7 @@ class CpuMeter:
                 record = tracker.finish()
                 if self._profiled_as is not None:
                     self._profile = (record, *self._profiled_as)
-                if self._budget_bytes is not None:
+                if tracker.follows_values:
                     self._complete = tracker.complete(record)
             self._storages.recount()  # the tracker has kept its own sum
         self._storages.settle()
@@ -271,6 +274,7 @@ class CpuMeter:
             return None
         if self.budget_bytes is not None:
             tracker.limit_bytes = self.budget_bytes
+        tracker.follows_values = self.keeps_complete or self.budget_bytes is not None
         return tracker
 
     def _only_boundaries(self, wanted: tuple[str, int], because: str) -> None:

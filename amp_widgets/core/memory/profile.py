@@ -284,7 +284,7 @@ class StepProfile:
         phase = next((phase.name for phase in self.phases if phase.start <= point < phase.stop), "other")
         layer = _named(self.layer_names, int(self.layer_index[point]))
         operator = _named(self.operator_names, int(self.operator_index[point]))
-        return f"in {_IN_WORDS[phase]}{f' of {layer}' if layer else ''}{f' ({operator})' if operator else ''}"
+        return f"{phase_in_words(phase)}{f' of {layer}' if layer else ''}{f' ({operator})' if operator else ''}"
 
     def layer(self, name: str) -> LayerProfile:
         """The layer of that name.
@@ -408,6 +408,11 @@ def points_kept(
 def frozen_sums(sums: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
     """`sums` such that nobody changes it."""
     return MappingProxyType({name: MappingProxyType(dict(inner)) for name, inner in sums.items()})
+
+
+def phase_in_words(phase: str) -> str:
+    """``in the backward pass`` for ``"backward"``; ``in the step`` where it is not known."""
+    return f"in {_IN_WORDS.get(phase, 'the step')}"
 
 
 _IN_WORDS = {

@@ -127,7 +127,9 @@ class StepTracker(StepMode):
         self._forward_s = [0.0] * (len(layers) + 1)
         self._output_bytes = [0] * (len(layers) + 1)
         self._recomputed: set[int] = set()
-        self._inputs: dict[int, list[Life]] = {}  # of each layer, if there is a limit
+        self.follows_values = False
+        """Whether to note what goes into the layers and comes out of them, which estimates for other settings need."""
+        self._inputs: dict[int, list[Life]] = {}  # of each layer
         self._outputs: dict[int, list[Life]] = {}
 
         self._mark_all()
@@ -178,7 +180,7 @@ class StepTracker(StepMode):
         return self._written()
 
     def complete(self, record: StepRecord) -> CompleteStep:
-        """What `finish` has given, with what went into the layers and came out of them, which is followed with a limit."""
+        """What `finish` has given, with what went into the layers and came out of them; see `follows_values`."""
         return CompleteStep(record=record, inputs=self._inputs, outputs=self._outputs)
 
     def _written(self) -> StepRecord:
@@ -530,7 +532,7 @@ class StepTracker(StepMode):
         layer = self._layer_of.get(id(module))
         if layer is not None and (layer != NO_LAYER or module is self._root()):
             self._call_begins(module, layer)
-            if self.limit_bytes != math.inf and self._task == -1:
+            if self.follows_values and self._task == -1:
                 self._inputs.setdefault(layer, []).extend(self._lives_of(args))
         elif is_compiled(module):
             self._unhook()  # before the compiler sees them
@@ -565,7 +567,7 @@ class StepTracker(StepMode):
         if _graph_task() == -1:
             self._forward_s[layer] += now_s - begun_s
             self._output_bytes[layer] = _bytes_of(output)
-            if layer != NO_LAYER and self.limit_bytes != math.inf:
+            if layer != NO_LAYER and self.follows_values:
                 self._outputs.setdefault(layer, []).extend(self._lives_of(output))
             if not calls:
                 self._expects_backward = _grad_enabled() and output is not None  # it is None after an exception

@@ -216,3 +216,24 @@ def test_complete_step_under_other_settings() -> None:
     run.session.close()
     assert found is not None
     assert "whole step" not in "\n".join(found.report)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_a_step_that_a_dashboard_had_profiled_will_do_also_after_other_settings(kind: str) -> None:
+    run = Run(kind)
+    run.session.profile_changes = True  # as a dashboard sets it
+    run.step(4)
+    peak = run.session.history.last("peak_bytes")
+    run.session.request(checkpointed=["1"] if kind == "mlp" else ["layers.0"])
+    run.step(4)
+    run.session.request(checkpointed=[])
+    run.session.memory_budget = 0.8 * peak
+    with pytest.raises(MemoryBudgetError):
+        run.step()
+    found = run.session.out_of_memory
+    assert found is not None
+    assert said_peak_bytes("\n".join(found.report)) == pytest.approx(peak, rel=0.03)
+    run.session.request(checkpointed=found.layers_to_checkpoint)
+    run.step(3)
+    assert 0 < run.session.history.last("peak_bytes") <= 0.8 * peak
+    run.session.close()
