@@ -88,7 +88,7 @@ notebooks: $(VENV)/.dev
 	$(PYTEST) tests/notebooks
 
 browser: $(VENV)/.dev browser-needs
-	$(PYTEST) -n 3 --dist worksteal tests/browser
+	$(PYTEST) -n 2 --dist worksteal tests/browser
 
 # Debian's Chromium, where it is missing and we may install it. Elsewhere the tests say what is missing.
 browser-needs:

@@ -866,8 +866,8 @@ class LiveLoop:
                 self.abandon_step()  # another thread's forward pass, which was none of training
             elif self._open.died_in is not None and not trains and self._starts_over(thread):
                 self.abandon_step()
-            elif self._optimizer_steps.awaits_more and not elsewhere:
-                self._complete()
+            elif self._optimizer_steps.awaits_more and not elsewhere and not self._is_of_another(thread):
+                self._complete()  # by another thread it could be completed twice
             else:
                 return
         elif elsewhere and not trains:
@@ -943,6 +943,11 @@ class LiveLoop:
     def _settings_of_memory(self) -> object:
         settings = self._settings
         return settings.autocast, frozenset(settings.checkpointed), frozenset(settings.fp32_layers)
+
+    def _is_of_another(self, thread: int) -> bool:
+        """Whether the step in progress was begun by another thread, which has not ended."""
+        step = self._open
+        return step is not None and step.thread != thread and _is_alive(step.thread)
 
     def _starts_over(self, thread: int) -> bool:
         """Whether a new step begins after one in which memory has run out; else the user has caught that, and goes on with it.

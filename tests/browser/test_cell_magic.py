@@ -65,7 +65,7 @@ def events(board: Dashboard, kind: str) -> list[Any]:
 
 
 def test_an_untouched_plain_loop_under_live_control(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, PLAIN, "type(net), session.closed, session.status().step > 5"], height=1400)
+    notebook = open_notebook([SETUP, PLAIN, "type(net), session.closed, session.status().step > 5"], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     notebook.run(1)
     board = Dashboard(notebook, 1, NEWEST)
@@ -113,7 +113,7 @@ def test_an_untouched_plain_loop_under_live_control(open_notebook: OpenNotebook)
 
 
 def test_cuda_only_code_on_the_cpu_says_so(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, CUDA_ONLY, CUDA_ONLY.replace(" --cpu", "")], height=1400)
+    notebook = open_notebook([SETUP, CUDA_ONLY, CUDA_ONLY.replace(" --cpu", "")], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     notebook.run(1)
     board = Dashboard(notebook, 1, NEWEST)
@@ -148,7 +148,7 @@ DASHBOARDS = "sum(type(w).__name__ == 'Dashboard' for w in __import__('ipywidget
 
 
 def test_the_dashboard_follows_a_sweep_and_is_freed_when_the_cell_runs_again(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([SETUP, SWEEP], height=1400)
+    notebook = open_notebook([SETUP, SWEEP], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 1, NEWEST)
     for _ in range(2):

@@ -84,7 +84,7 @@ class Dashboard:
 
 
 def test_the_quickstart_with_the_background_run(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook(path=QUICKSTART, height=1500)
+    notebook = open_notebook(path=QUICKSTART, height=2600)
     code = [i for i, text in enumerate(notebook.cell_sources()) if text.startswith(("%load_ext", "%amp demo"))]
     for index in code:
         notebook.run_and_wait(index, SLOW_S)
@@ -235,7 +235,7 @@ def test_the_stop_button_ends_a_background_run_and_a_loop_in_a_cell(open_noteboo
 
 
 def test_zoom_survives_and_follow_goes_back(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([OWN_LOOP, "session.fit([(x, y)] * 5, nn.functional.cross_entropy, None)"], height=1300)
+    notebook = open_notebook([OWN_LOOP, "session.fit([(x, y)] * 5, nn.functional.cross_entropy, None)"], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
