@@ -346,8 +346,13 @@ def test_lazily_shaped_and_cyclic_things_are_no_obstacle() -> None:
     model.itself = [model]  # type: ignore[assignment]
     model.table = {"table": None}  # type: ignore[assignment]
     model.table["table"] = model.table  # type: ignore[index, operator]
+    itself, table = model.itself, model.table
     with Snapshot(model, []):
-        pass
+        model.itself, model.table = [], {}  # type: ignore[assignment]
+    assert model.itself is itself
+    assert itself[0] is model  # type: ignore[index]
+    assert model.table is table
+    assert table["table"] is table  # type: ignore[index]
 
 
 def test_within_inference_mode() -> None:
