@@ -297,7 +297,7 @@ class AmpSession(LiveLoop):
 
     @property
     def profiles(self) -> tuple[ProfiledStep, ...]:
-        """Of the steps that were profiled, the newest last, at most `amp_widgets.core.loop.PROFILES_KEPT`."""
+        """Of the steps that were profiled, the newest last, at most `amp_widgets.core.step_memory.PROFILES_KEPT`."""
         return tuple(map(ProfiledStep.of, super().profiles))
 
     def keep_profile(self, profile: StepProfile) -> None:
@@ -327,7 +327,9 @@ class AmpSession(LiveLoop):
 
         Everything is as before afterwards. See `amp_widgets.analysis.precision.precision_cost`.
         """
-        return precision_cost(self, batch, loss_fn, formats=formats, reference=reference)
+        report = precision_cost(self, batch, loss_fn, formats=formats, reference=reference)
+        self._inspections.keep("precision" if reference == "fp32" else "precision_fp64", report, self.step)
+        return report
 
     def dtype_map(self, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> DtypeMap:
         """Which format each operator takes, computes in and gives, which casts autocast inserts, and why.
@@ -357,7 +359,7 @@ class AmpSession(LiveLoop):
         Parameters
         ----------
         kind
-            ``"dtype_map"``, ``"check"`` or ``"preflight"``.
+            ``"dtype_map"``, ``"check"``, ``"preflight"``, ``"precision"`` or, against fp64, ``"precision_fp64"``.
 
         Raises
         ------
@@ -378,7 +380,7 @@ class AmpSession(LiveLoop):
             runner.between_steps(functools.partial(self._inspect_now, runner, kind))
 
     def inspection(self, kind: InspectionKind) -> Inspection:
-        """How that stands: the newest result, also of `check`, `dtype_map` and `preflight`, or why there is none."""
+        """How that stands: the newest result, also of the methods above, or why there is none."""
         return self._inspections.of(kind)
 
     @property

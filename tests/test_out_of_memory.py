@@ -796,8 +796,8 @@ class TestRealErrors:
         case.session.close()
         session = AmpSession(case.model, case.optimizer)
         case.session = session
-        session._meter.close()
-        session._meter = NoMeter("for the test")
+        session._memory.meter.close()
+        session._memory.meter = NoMeter("for the test")
 
         def interrupted() -> None:
             for _ in session.steps([1]):
@@ -817,8 +817,8 @@ class TestRealErrors:
         case.session.close()
         session = AmpSession(case.model, case.optimizer)
         case.session = session
-        session._meter.close()
-        session._meter = NoMeter("for the test")
+        session._memory.meter.close()
+        session._memory.meter = NoMeter("for the test")
 
         def fails(gradient: Tensor) -> Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of ...")
@@ -1171,7 +1171,7 @@ class TestUnrelatedCode:
             case.session.memory_budget = budget or peaks[0] - 1
             with case.session.autocast():
                 outputs = case.model(case.x)
-                step = case.session._meter._step  # type: ignore[attr-defined]
+                step = case.session._memory.meter._step  # type: ignore[attr-defined]
                 if budget is None:
                     with pytest.raises(MemoryBudgetError, match="in the loss"):
                         (outputs[:, None] - outputs[None]).square().mean()

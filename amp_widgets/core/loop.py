@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 import os
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_widgets.core.attached import Attached, WeakCall
 from amp_widgets.core.autocast import LiveAutocast, Support, autocast_support
 from amp_widgets.core.checkpointing import Checkpointing, Layer
 from amp_widgets.core.deaths import Deaths, out_of_memory_in
@@ -25,25 +24,22 @@ from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
 from amp_widgets.core.layer_switch import LayerSwitch
 from amp_widgets.core.layers import is_compiled_wrapper
-from amp_widgets.core.memory import MemoryMeter, meter_for
+from amp_widgets.core.memory import MemoryMeter
 from amp_widgets.core.memory.autopsy import OutOfMemory
-from amp_widgets.core.memory.budget import budget_in_bytes
 from amp_widgets.core.memory.compiled import frames_compiled
-from amp_widgets.core.memory.cpu import CpuMeter
-from amp_widgets.core.memory.cuda import CudaMeter
 from amp_widgets.core.memory.death import is_of_torchscript, is_out_of_memory
-from amp_widgets.core.memory.deep import DeepRecording
-from amp_widgets.core.memory.profile import StepProfile, memory_text
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.memory.step_mode import files_running, modules_being_called
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.numerics import Numerics
+from amp_widgets.core.open_step import OpenStep
 from amp_widgets.core.optimizers import OptimizerSteps
-from amp_widgets.core.profiling import ProfilePlan, combination_of, free_label, positions_kept
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
-from amp_widgets.core.settings import AutocastName, Settings, describe_changes, describe_settings
+from amp_widgets.core.settings import AutocastName, Settings, describe_changes
+from amp_widgets.core.step_memory import StepMemory
 from amp_widgets.errors import SessionClosedError, SettingsError
 
 
@@ -100,7 +96,6 @@ class LiveLoop:
             previous.close()
 
         self.device = devices[0]
-        self.memory_every = memory_every
         self.on_boundary: list[Callable[[], None]] = []
         """Called after every step, on the training thread."""
         self.at_boundary = False
@@ -133,15 +128,10 @@ class LiveLoop:
         self._scaler = LiveScaler(self.device.type, self._settings)
         self._scaler.listen(self)
         self._scalers = [self._scaler]
-        self._meter: MemoryMeter = meter_for(model, optimizers, reset_peak=reset_peak)
+        self._memory = StepMemory(
+            model, optimizers, self.device, every=memory_every, reset_peak=reset_peak, say=WeakCall(self._say)
+        )
         self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
-
-        self._profile_wanted: str | None = None  # label of the profile of the next step
-        self._profiles: collections.deque[StepProfile] = collections.deque(maxlen=PROFILES_KEPT)
-        self._profile_plan = ProfilePlan()
-        self._complete_steps: dict[object, CompleteStep] = {}  # by settings, the newest last
-        self.profile_changes = False
-        """Whether a step after each change of autocast or checkpointed layers is profiled by itself."""
         self._deaths = Deaths()
         self.release_later: Callable[[Callable[[], None]], bool] | None = None
         """Takes what frees the memory that an error holds, and calls it once that was shown; False: nobody will show it."""
@@ -149,23 +139,19 @@ class LiveLoop:
 
         self._step = 0
         self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
-        self._open: _OpenStep | None = None
+        self._open: OpenStep | None = None
         self._owner: int | None = None
         self._closed = False
 
         self._hooks = Hooks(self)
         self._watch_forwards = not self._checkpointing.compiled
-        if isinstance(self._meter, (CpuMeter, CudaMeter)):
-            self._meter.on_death = _WeakCall(self._memory_ran_out)
-        self._budget_gap_told: str | None = None
-        self._recording_wanted: DeepRecording | None = None  # of the step that begins next
-        self._recording: DeepRecording | None = None  # of the step in progress
+        self._memory.on_death(WeakCall(self._memory_ran_out))
         self.numerics = Numerics(model)
         """What is watched of the numbers."""
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._meter, self.numerics)
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._memory.meter, self.numerics)
         self._finalizer.atexit = False
         self._arm()
-        _attach(model, self)
+        _attached.put(model, self)
 
     # ---- what the user's loop calls ---------------------------------------------------------------------------------
 
@@ -342,20 +328,23 @@ class LiveLoop:
         return self._journal.status(
             step=self._step,
             scale=self._settings.start_scale if self._scales_loss() else None,
-            overall_peak_bytes=self._meter.overall_peak_bytes,
+            overall_peak_bytes=self._memory.meter.overall_peak_bytes,
         )
 
     @property
     def memory_source(self) -> str:
         """How the memory numbers are obtained, and on what; or why they are not."""
-        if self.memory_every == 0:
-            return "not measured: memory_every is 0"
-        return self._meter.source if self.memory_every == 1 else f"{self._meter.source}, every {self.memory_every} steps"
+        return self._memory.source
+
+    @property
+    def memory_every(self) -> int:
+        """Memory is measured on every n-th step; 0 never."""
+        return self._memory.every
 
     @property
     def memory_gap(self) -> str | None:
         """Why the memory of the newest step is not known although it was to be measured; None when it is."""
-        because = self._meter.unmeasured_because
+        because = self._memory.meter.unmeasured_because
         if because is None or self.memory_every != 1 or not math.isnan(self._journal.history(wait=False).last("peak_bytes")):
             return None
         return because
@@ -369,7 +358,16 @@ class LiveLoop:
             Of the profile, for people; what is in force without it.
         """
         self._check_open("profile_next_step")
-        self._profile_wanted = label
+        self._memory.profile_next(label)
+
+    @property
+    def profile_changes(self) -> bool:
+        """Whether a step after each change of autocast or checkpointed layers is profiled by itself."""
+        return self._memory.profile_changes
+
+    @profile_changes.setter
+    def profile_changes(self, value: bool) -> None:
+        self._memory.profile_changes = value
 
     def record_next_step(self, path: str | os.PathLike[str]) -> None:
         """Record every allocation of the step that begins next, as a snapshot for torch's own viewer; on CUDA only.
@@ -387,30 +385,30 @@ class LiveLoop:
             When the model is not on CUDA, the allocator is not torch's own, or the file's folder does not exist.
         """
         self._check_open("record_next_step")
-        self._recording_wanted = DeepRecording(path, self.device)
+        self._memory.record_next(path)
 
     @property
     def profile_pending(self) -> bool:
         """Whether a profile was asked for, or begun, and is not there yet."""
         step = self._open
-        return self._profile_wanted is not None or (step is not None and step.profiled)
+        return self._memory.profile_wanted or (step is not None and step.profiled)
 
     @property
     def profiles(self) -> tuple[StepProfile, ...]:
-        """Of the steps that were profiled, the newest last, at most `PROFILES_KEPT`; the newest of each combination goes last."""
-        return tuple(self._profiles)
+        """Of the steps that were profiled, the newest last, at most `amp_widgets.core.step_memory.PROFILES_KEPT`.
+
+        The newest of each combination of settings goes last.
+        """
+        return self._memory.profiles
 
     def keep_profile(self, profile: StepProfile) -> None:
         """Put it among `profiles`."""
-        profiles = [*self._profiles, profile]
-        combinations = [combination_of(one.label, (layer.name for layer in one.layers if layer.checkpointed)) for one in profiles]
-        left = positions_kept(combinations, PROFILES_KEPT)
-        self._profiles = collections.deque(profiles[position] for position in left)  # at once: others may be reading them
+        self._memory.keep(profile)
 
     @property
     def why_not_profiled(self) -> str | None:
         """Why the last step that was to be profiled was not; None when it was."""
-        return self._meter.unprofiled_because
+        return self._memory.meter.unprofiled_because
 
     # ---- out of memory ----------------------------------------------------------------------------------------------
 
@@ -428,28 +426,22 @@ class LiveLoop:
         SettingsError
             When it is set to what is no number of bytes above 0, or the model's memory cannot be followed.
         """
-        return self._meter.budget_bytes if isinstance(self._meter, CpuMeter) else None
+        return self._memory.budget_bytes
 
     @memory_budget.setter
     def memory_budget(self, value: float | None) -> None:
         self._check_open("memory_budget")
-        budget = budget_in_bytes(value)
-        if isinstance(self._meter, CpuMeter) and self._meter.measured:
-            self._meter.budget_bytes = budget
-        elif budget is not None:
-            why = f"the model is on {self.device}" if self._meter.measured else self._meter.source
-            raise SettingsError(f"memory_budget: got {memory_text(budget)}, expected None, as it works on a CPU only, and {why}")
+        self._memory.budget_bytes = value
 
     @property
     def budget_gap(self) -> str | None:
         """That `memory_budget` was not watched in the newest step, and why; None when it was, or there is none."""
-        because = self._meter.unlimited_because if isinstance(self._meter, CpuMeter) else None
-        return None if because is None else f"The memory budget is not watched: {because}."
+        return self._memory.budget_gap
 
     @property
     def complete_step(self) -> CompleteStep | None:
         """The newest step with the settings in force that was followed closely: what estimates for a later one go by."""
-        return self._complete_steps.get(self._settings_of_memory())
+        return self._memory.complete_step(self._settings)
 
     @property
     def out_of_memory(self) -> OutOfMemory | None:
@@ -482,7 +474,7 @@ class LiveLoop:
 
     def release_after_death(self) -> None:
         """The user's loop is over: if memory ran out in its last step, free what that has left, and forget the step."""
-        if self._open is not None and self._open.died_in is None and not isinstance(self._meter, CpuMeter):
+        if self._open is not None and self._open.died_in is None and not self._memory.told_within_the_op:
             self.died(self._deaths.find())  # the meter may not have told of it
         if self._open is not None and self._open.died_in is not None:
             self.abandon_step()
@@ -509,7 +501,7 @@ class LiveLoop:
     def recover(self) -> None:
         """Before a loop starts: forget a step that an interrupt has left between ``unscale_`` and ``update``."""
         self.release_after_death()
-        if not isinstance(self._meter, CpuMeter):
+        if not self._memory.told_within_the_op:
             self._deaths.loop_begins()
         if self._scaler.in_mid_step:
             self.abandon_step()
@@ -563,8 +555,7 @@ class LiveLoop:
             return
         self._open = None
         self._optimizer_steps.abandon()
-        self._end_recording()
-        self._meter.abandon()
+        self._memory.abandon()
         self.numerics.abandon()
         for scaler in self._scalers:
             scaler.abandon_step()
@@ -581,8 +572,7 @@ class LiveLoop:
         if not step.scaler_used:
             self.abandon_step()
             return
-        self._end_recording()
-        self._meter.abandon()
+        self._memory.abandon()
         self.numerics.abandon()
         step.measured = step.profiled = False
         step.begun_s = math.nan
@@ -595,8 +585,7 @@ class LiveLoop:
         if self._optimizer_steps.awaits_more:
             self._complete()
         self.release_after_death()
-        self._end_recording()
-        self._meter.abandon()
+        self._memory.abandon()
         self._open = None
         with self._lock:
             self._closed = True
@@ -611,12 +600,11 @@ class LiveLoop:
             self._finalizer()
             for scaler in self._scalers:
                 scaler.release()
-            for key in [key for key, (_, loop) in _attached.items() if loop() is self]:
-                del _attached[key]
+            _attached.forget(self)
             self._held.let_go()
             self._optimizers = ()
             self._optimizer_steps.clear()
-            self._complete_steps.clear()
+            self._memory.forget()
             self.on_boundary.clear()
             self.remarks.clear()
 
@@ -625,8 +613,7 @@ class LiveLoop:
     @classmethod
     def of(cls, model: nn.Module) -> LiveLoop | None:
         """The loop that is attached to a model, or None."""
-        known = _attached.get(id(model))
-        return known[1]() if known is not None and known[0]() is model else None
+        return _attached.of(model)
 
     def control_together(self, models: Mapping[str, nn.Module]) -> None:
         """Control models, the one it was made of among them, without keeping them alive; before anything was requested.
@@ -640,7 +627,7 @@ class LiveLoop:
             other = LiveLoop.of(model)
             if other is not None and other is not self:
                 other.close()
-            _attach(model, self)
+            _attached.put(model, self)
         with self._lock:
             self._held = Watched(models)
             for switch in self._switches.values():
@@ -649,7 +636,7 @@ class LiveLoop:
         self._module_ids = self._ids_now()
         self._optimizer_steps.clear()
         self._optimizers_sought = False
-        self._meter.watch(self._held)
+        self._memory.meter.watch(self._held)
         self.numerics.watch(models)
         if self._open is not None and self._open.measured:
             self._seek_optimizers()
@@ -766,7 +753,7 @@ class LiveLoop:
             return
         if error is not None:
             self.break_off_step()
-        elif step.by_autocast and not step.trained and (step.inferred or step.autograd_nodes == _autograd_nodes()):
+        elif step.is_validation:
             self.abandon_step()  # a validation pass under no_grad inside of it is no step
 
     # ---- told by the scaler (ScalerListener) ------------------------------------------------------------------------
@@ -829,7 +816,7 @@ class LiveLoop:
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
         if not self._optimizer_steps.given and self._owner_is_here() and self.trains(optimizer):
-            self._meter.follow((optimizer,))
+            self._memory.meter.follow((optimizer,))
         if step is not None and step.scaler_used and not step.scaling_added:
             return  # the boundary is the scaler's update()
         if not self._owner_is_here() or not self.trains(optimizer):
@@ -879,23 +866,20 @@ class LiveLoop:
             self._apply_queue()
         if not by_autocast:
             self._hooks.disarm_forward()
-        profiled = self._profile_this_step()
-        measured = (
-            profiled or (self.memory_every > 0 and self._step % self.memory_every == 0) or self.memory_budget is not None
-        )
-        self._recording, self._recording_wanted = self._recording_wanted, None
-        if self._recording is not None:
-            self._recording.begin()
+        measured, profiled = self._memory.plan(self._step, self._settings)
         if measured:
             self._seek_optimizers()
-            self._meter.begin()
-            self._tell_of_budget_gap()
+            self._memory.begin()
         begun_s = self._clock()
         self._note_heard(begun_s)
-        self._open = _OpenStep(
-            thread=thread, by_autocast=by_autocast, measured=measured, begun_s=begun_s, timer=DeviceTimer.start(self.device)
+        self._open = OpenStep(
+            thread=thread,
+            by_autocast=by_autocast,
+            measured=measured,
+            profiled=profiled,
+            begun_s=begun_s,
+            timer=DeviceTimer.start(self.device),
         )
-        self._open.profiled = profiled
         self.numerics.begin(self._step)
 
     def _seek_optimizers(self) -> None:
@@ -905,44 +889,7 @@ class LiveLoop:
             return
         self._optimizers_sought = True
         self._optimizer_steps.find(model)
-        self._meter.follow(self._optimizer_steps.ours)
-
-    def _tell_of_budget_gap(self) -> None:
-        """An event, if the budget is not watched, and it was not for this reason that it was not before."""
-        gap = self.budget_gap
-        if gap is not None and gap != self._budget_gap_told:
-            self.record_event("note", gap)
-        self._budget_gap_told = gap
-
-    def _profile_this_step(self) -> bool:
-        label, self._profile_wanted = self._profile_wanted, None
-        if label is None and not self.profile_changes:
-            return False
-        taken = {profile.label for profile in self._profiles}
-        if label is not None:
-            label = free_label(label or describe_settings(self._settings), self._step, taken)
-        else:
-            label = self._profile_plan.label_for(self._step, self._settings, taken)
-        if label is None:
-            return False
-        self._meter.profile_next(label, step=self._step)
-        if isinstance(self._meter, CpuMeter):
-            self._meter.keeps_complete = self.profile_changes
-        return True
-
-    def _keep_complete_step(self) -> None:
-        complete = self._meter.complete_step if isinstance(self._meter, CpuMeter) else None
-        if complete is None:
-            return
-        key = self._settings_of_memory()
-        self._complete_steps.pop(key, None)
-        self._complete_steps[key] = complete
-        if len(self._complete_steps) > COMPLETE_STEPS_KEPT:
-            del self._complete_steps[next(iter(self._complete_steps))]
-
-    def _settings_of_memory(self) -> object:
-        settings = self._settings
-        return settings.autocast, frozenset(settings.checkpointed), frozenset(settings.fp32_layers)
+        self._memory.meter.follow(self._optimizer_steps.ours)
 
     def _is_of_another(self, thread: int) -> bool:
         """Whether the step in progress was begun by another thread, which has not ended."""
@@ -993,14 +940,9 @@ class LiveLoop:
         self._optimizer_steps.ended()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
-        self._end_recording()
-        reading = self._meter.end() if opened is not None and opened.measured else None
-        if reading is not None:
-            self._tell_of_budget_gap()
-        profile = None if reading is None else self._meter.take_profile()
+        reading, profile = self._memory.end(self._settings, measured=opened is not None and opened.measured)
         if profile is not None:
             self.keep_profile(profile)
-        self._keep_complete_step()
         self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
         self._journal.put_step(
             StepRecord(
@@ -1021,14 +963,9 @@ class LiveLoop:
         if not self.has_users_scaler:  # whose scale the user may compare with that of before update()
             self._apply_queue()
 
-    def _end_recording(self) -> None:
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            self.record_event("note", recording.end())
-
     def _memory_ran_out(self) -> None:
         """Told by the meter, within the op."""
-        self._end_recording()  # while what held the memory is there
+        self._memory.end_recording()  # while what held the memory is there
         self._plan_release()  # nobody else may tell of the end of a plain loop
         self._deaths.note()
         if self._open is not None:
@@ -1042,7 +979,7 @@ class LiveLoop:
     def _plan_release(self) -> bool:
         """Whether what is left will be freed when the cell that is running is over."""
         if self.release_later is not None and not self._release_planned:
-            self._release_planned = self.release_later(_WeakCall(self._cell_ended))
+            self._release_planned = self.release_later(WeakCall(self._cell_ended))
         return self._release_planned
 
     def _cell_ended(self) -> None:
@@ -1054,27 +991,21 @@ class LiveLoop:
         if found is None and not self._deaths.pending:
             return
         with self._lock:
-            death = self._meter.take_death()
+            death = self._memory.take_death()
             if death is not None or found is not None:
                 self._deaths.see(found, death, self)
                 self._journal.write(wait=False)
+
+    def _say(self, text: str) -> None:
+        self.record_event("note", text)
 
     def _note_heard(self, now_s: float) -> None:
         if self._owner is None:
             self._heard = (threading.get_ident(), now_s)
 
     def _add_loss(self, loss: torch.Tensor) -> None:
-        """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
-        step = self._open
-        if step is None or loss.numel() != 1 or type(loss) not in (torch.Tensor, nn.Parameter):
-            return
-        value = loss.detach()
-        if value.dim():
-            value = value.reshape(())
-        if step.loss is None:
-            step.loss = value
-        else:
-            step.loss = step.loss.float() + value.to(step.loss.device, non_blocking=True)
+        if self._open is not None:
+            self._open.add_loss(loss)
 
     @property
     def _model(self) -> nn.Module | None:
@@ -1154,68 +1085,17 @@ class LiveLoop:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
 
-PROFILES_KEPT = 8
-COMPLETE_STEPS_KEPT = 4
 _NO_THREAD = -1
 _SCALING = {"autocast", "scaling"}
 _QUIET_S = 3.0
 _QUIET_STEPS = 5
 
-_attached: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[LiveLoop]]] = {}  # by id: a user's __eq__ may do anything
-
-
-def _attach(model: nn.Module, loop: LiveLoop) -> None:
-    key = id(model)
-    _attached[key] = (weakref.ref(model, lambda _: _attached.pop(key, None)), weakref.ref(loop))
-
-
-class _OpenStep:
-    __slots__ = (
-        "autograd_nodes", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled", "scaler_used",
-        "scaling_added", "thread", "timer", "trained",
-    )  # fmt: skip
-
-    def __init__(self, *, thread: int, by_autocast: bool, measured: bool, begun_s: float, timer: DeviceTimer | None) -> None:
-        self.thread = thread
-        self.by_autocast = by_autocast
-        self.measured = measured
-        self.begun_s = begun_s
-        self.timer = timer
-        self.autograd_nodes = _autograd_nodes()
-        self.inferred = False
-        self.trained = False
-        self.scaler_used = False
-        self.scaling_added = False
-        self.loss: torch.Tensor | None = None
-        self.profiled = False
-        self.died_in: str | None = None  # the file or cell of the code in which memory ran out
-
-    def die(self) -> None:
-        """Memory ran out in it."""
-        if self.died_in is None:  # told of it by a thread of torch's, perhaps
-            self.died_in = next(iter(files_running(sys._current_frames().get(self.thread))), "")
-
-
-class _WeakCall:
-    """Calls a method of an object, as long as there is one."""
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self) -> None:
-        method = self._method()
-        if method is not None:
-            method()
+_attached: Attached[LiveLoop] = Attached()
 
 
 def _is_alive(thread: int | None) -> bool:
     """Whether a thread, by its identity, has not ended."""
     return any(other.ident == thread for other in threading.enumerate())
-
-
-def _autograd_nodes() -> int:
-    """How many nodes of autograd graphs this thread has recorded so far."""
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter, numerics: Numerics) -> None:

@@ -136,7 +136,8 @@ def test_other_layers_are_another_combination_though_the_label_is_the_same() -> 
 def test_a_loop_keeps_the_before_when_the_new_setting_is_profiled_again_and_again() -> None:
     import torch
 
-    from amp_widgets.core.loop import PROFILES_KEPT, LiveLoop
+    from amp_widgets.core.loop import LiveLoop
+    from amp_widgets.core.step_memory import PROFILES_KEPT
 
     model = torch.nn.Linear(2, 2)
     loop = LiveLoop(model, (torch.optim.SGD(model.parameters()),))

@@ -161,7 +161,7 @@ class TestLoop:
 
         history = History()
         step()
-        loop._recording_wanted = DeepRecording(path, history=history)
+        loop._memory._recording_wanted = DeepRecording(path, history=history)
         return loop, history, step
 
     def test_one_step(self, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""What a loop knows of the step in progress."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from amp_widgets.core.journal import DeviceTimer
+from amp_widgets.core.memory.step_mode import files_running
+
+
+class OpenStep:
+    """A step that has begun.
+
+    Parameters
+    ----------
+    thread
+        That began it.
+    by_autocast
+        Whether all that is known of it is an autocast region.
+    measured, profiled
+        What is known of its memory at its end.
+    begun_s
+        On the loop's clock.
+    timer
+        On the device, where that runs by itself.
+
+    Attributes
+    ----------
+    inferred, trained
+        Whether there was a forward pass without, or something of training.
+    scaler_used
+        Whether a loss was scaled, or a scaler asked to step; `scaling_added` where the user's loop knows nothing of it.
+    loss
+        The sum of what was backpropagated so far, on the device.
+    died_in
+        The file or cell of the code in which memory ran out.
+    """
+
+    __slots__ = (
+        "autograd_nodes", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled", "scaler_used",
+        "scaling_added", "thread", "timer", "trained",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, thread: int, by_autocast: bool, measured: bool, profiled: bool, begun_s: float, timer: DeviceTimer | None
+    ) -> None:
+        self.thread = thread
+        self.by_autocast = by_autocast
+        self.measured = measured
+        self.profiled = profiled
+        self.begun_s = begun_s
+        self.timer = timer
+        self.autograd_nodes = _autograd_nodes()
+        self.inferred = False
+        self.trained = False
+        self.scaler_used = False
+        self.scaling_added = False
+        self.loss: torch.Tensor | None = None
+        self.died_in: str | None = None
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether all that happened in it is an autocast region in which nothing was recorded for a backward pass."""
+        return self.by_autocast and not self.trained and (self.inferred or self.autograd_nodes == _autograd_nodes())
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
+        if loss.numel() != 1 or type(loss) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        value = loss.detach()
+        if value.dim():
+            value = value.reshape(())
+        if self.loss is None:
+            self.loss = value
+        else:
+            self.loss = self.loss.float() + value.to(self.loss.device, non_blocking=True)
+
+    def die(self) -> None:
+        """Memory ran out in it."""
+        if self.died_in is None:  # told of it by a thread of torch's, perhaps
+            self.died_in = next(iter(files_running(sys._current_frames().get(self.thread))), "")
+
+
+def _autograd_nodes() -> int:
+    """How many nodes of autograd graphs this thread has recorded so far."""
+    return int(torch._C._autograd._get_sequence_nr())
