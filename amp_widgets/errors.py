@@ -71,3 +71,7 @@ class MagicError(AmpWidgetsError, ValueError):
 
 class FormatError(AmpWidgetsError, ValueError):
     """A number format was named that does not exist, or asked for what it does not have."""
+
+
+class RecordingError(AmpWidgetsError, OSError):
+    """A run cannot be recorded to a file, or a file is none that a run can be read from."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,21 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a reader has come; ``Cursor()`` is the beginning. Made by :meth:`History.rows_since`."""
+    """How far a reader has come; ``Cursor()`` is the beginning. Made by :meth:`History.rows_since`.
+
+    Parameters
+    ----------
+    rows
+        Of those that are kept.
+    reductions
+        How often the older rows had been reduced.
+    appended
+        Of all rows that were ever appended.
+    """
 
     rows: int = 0
     reductions: int = 0
+    appended: int = 0
 
 
 class History:
@@ -112,6 +123,8 @@ class History:
         self._span = 1  # appended rows that each of them stands for, but for the very first (1) and the last (may lack some)
         self._total_rows = 0
         self._events: list[Event] = []
+        self.on_event: Callable[[], None] | None = None
+        """Called after every event, on the thread that has recorded it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,10 +173,46 @@ class History:
             if at + 1 == self._room:
                 self._store()
 
+    def extend(self, columns: Mapping[str, npt.ArrayLike]) -> None:
+        """Add many rows; columns that are not named are NaN.
+
+        Parameters
+        ----------
+        columns
+            Name → one number a row; ``step`` must be among them.
+
+        Raises
+        ------
+        HistoryError
+            When ``step`` is missing, a column is unknown, or they differ in length; nothing is added then.
+        """
+        if "step" not in columns:
+            raise HistoryError("extend: got no step, expected the number of the step in every row")
+        given = {self._positions((name,))[name]: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+        shapes = {column.shape for column in given.values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            raise HistoryError(f"extend: got columns of the shapes {sorted(shapes)}, expected one length")
+        rows = np.full((len(self._names), *shapes.pop()), np.nan)
+        for position, column in given.items():
+            rows[position] = column
+        with self._lock:
+            self._store()
+            while rows.shape[1]:
+                room = self._capacity - self._stored
+                self._put(rows[:, :room])
+                self._total_rows += min(room, rows.shape[1])
+                if self._stored == self._capacity:
+                    self._reduce()
+                rows = rows[:, room:]
+            self._room = min(len(self._arrived), self._capacity - self._stored)
+
     def record(self, event: Event) -> None:
         """Add an event."""
         with self._lock:
             self._events.append(event)
+        listener = self.on_event
+        if listener is not None:
+            listener()
 
     def columns(self, *names: str) -> dict[str, npt.NDArray[Any]]:
         """The named columns, or all; copies of shape ``(len(self),)``.
@@ -202,14 +251,25 @@ class History:
         cursor = cursor or Cursor()
         with self._lock:
             self._store()
-            block, stored, reductions = self._block, self._stored, self._reductions
+            block, stored, reductions, appended = self._block, self._stored, self._reductions, self._total_rows
         start_over = cursor.reductions != reductions and cursor.rows > 0
         first = cursor.rows if cursor.reductions == reductions else 0
         rows = {
             name: block[i, first:stored].astype(np.int64 if name == "step" else np.float64, copy=True)
             for name, i in wanted.items()
         }
-        return rows, Cursor(stored, reductions), start_over
+        return rows, Cursor(stored, reductions, appended), start_over
+
+    def rows_appended_since(self, cursor: Cursor | None) -> tuple[dict[str, npt.NDArray[Any]], Cursor]:
+        """All columns of the rows that were appended since `cursor`, never those before it; and where to go on next time.
+
+        They are at full resolution, as long as they are not more than half the capacity.
+        """
+        rows, now, start_over = self.rows_since(cursor)
+        if start_over and cursor is not None:
+            first = max(0, now.rows - (now.appended - cursor.appended))
+            rows = {name: column[first:] for name, column in rows.items()}
+        return rows, now
 
     def last(self, name: str, *, measured: bool = False) -> float:
         """The value in the newest row, or with `measured` the newest that is not NaN; NaN if there is none.
@@ -252,22 +312,26 @@ class History:
     def _store(self) -> None:
         """Move the rows that have arrived to the block. The lock is held."""
         arrived, self._arrived_rows = self._arrived[: self._arrived_rows].T, 0
-        start, end = self._stored, self._stored + arrived.shape[1]
-        if end == start:
+        if not arrived.shape[1]:
             return
+        self._put(arrived)
+        if self._stored == self._capacity:
+            self._reduce()
+        self._room = min(len(self._arrived), self._capacity - self._stored)
+
+    def _put(self, rows: npt.NDArray[np.float64]) -> None:
+        """Write rows for which there is room at the end of the block. The lock is held."""
+        start, end = self._stored, self._stored + rows.shape[1]
         if end > self._block.shape[1]:
             grown = np.empty((len(self._names), min(self._capacity, max(end, 2 * self._block.shape[1]))))
             grown[:, :start] = self._block[:, :start]
             self._block = grown
-        self._block[:, start:end] = arrived
-        for i, column in enumerate(arrived):
+        self._block[:, start:end] = rows
+        for i, column in enumerate(rows):
             known = np.flatnonzero(~np.isnan(column))
             if known.size:
                 self._newest_measured[i] = column[known[-1]]
         self._stored = end
-        if end == self._capacity:
-            self._reduce()
-        self._room = min(len(self._arrived), self._capacity - self._stored)
 
     def _reduce(self) -> None:
         """Bring the older half to one resolution, in a new block. The lock is held, and all rows are in the block."""

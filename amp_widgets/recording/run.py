@@ -1,0 +1,337 @@
+"""A run that was recorded, or is being recorded by another kernel: read-only, and free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sqlite3
+import stat
+import threading
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_widgets.core.history import COLUMNS, DEFAULT_CAPACITY, Event, History
+from amp_widgets.core.settings import FIELD_NAMES, Settings
+from amp_widgets.errors import RecordingError, SettingsError
+from amp_widgets.recording import schema
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedLayer:
+    """A row of the layer table: as `amp_widgets.core.checkpointing.Layer`."""
+
+    name: str
+    type: str
+    parameters: int
+    why_not: str | None
+    structural: bool
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """A run file, also one that is being written.
+
+    Raises
+    ------
+    RecordingError
+        When there is no such file, it is none of a run, it is damaged, or a newer amp_widgets wrote it.
+    """
+    return Run(path)
+
+
+class Run:
+    """What is in a run file; made by `open_run`.
+
+    Attributes
+    ----------
+    path
+        Of the file.
+    facts
+        About the run: model, device, versions of packages, when it began.
+    history
+        Every step and every event, as a session has it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = _connect(self.path)
+        self._rows = 0
+        self._events = 0
+        try:
+            with self._reading() as connection:
+                self.facts: Mapping[str, Any] = MappingProxyType(_facts(connection))
+                self._columns = _columns(connection)
+                self.history = History(capacity=DEFAULT_CAPACITY, extra_columns=self._columns[len(COLUMNS) :])
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what is in it ----------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force at the end."""
+        return self.settings_at(None)
+
+    def settings_at(self, step: int | None) -> Settings:
+        """The settings in force in a step; None is the end.
+
+        Raises
+        ------
+        RecordingError
+            When what was applied cannot have been in force.
+        """
+        until = math.inf if step is None else step
+        with self._reading() as connection:
+            rows = connection.execute("SELECT after_events, step, content FROM settings ORDER BY rowid").fetchall()
+        seen, settings = 0, Settings()
+        for after_events, at_step, content in rows:
+            if _number(at_step, "settings") <= until:
+                seen, settings = int(_number(after_events, "settings")), _settings(_json(content, "settings"))
+        for event in self.history.events_since(seen)[0]:
+            if event.kind == "applied" and event.step <= until:
+                changes = {name: value for name, value in event.detail.items() if name in FIELD_NAMES}
+                try:
+                    settings = settings.replace(**changes)
+                except SettingsError as error:
+                    raise RecordingError(f"{self.path}: a change at step {event.step}: {error}; the file is damaged") from None
+        return settings
+
+    @property
+    def events(self) -> list[Event]:
+        """Every event, by step."""
+        return self.history.events()
+
+    @property
+    def layers(self) -> tuple[RecordedLayer, ...]:
+        """The layer table."""
+        query = "SELECT name, type, parameters, why_not, structural FROM layers ORDER BY position"
+        with self._reading() as connection:
+            rows = connection.execute(query).fetchall()
+        return tuple(
+            RecordedLayer(
+                name=_text(name, "layers"),
+                type=_text(kind, "layers"),
+                parameters=int(_number(parameters, "layers")),
+                why_not=None if why_not is None else _text(why_not, "layers"),
+                structural=bool(structural),
+            )
+            for name, kind, parameters, why_not, structural in rows
+        )
+
+    def refresh(self) -> int:
+        """Read what was written since; how many steps that were."""
+        with self._lock, self._reading() as connection:
+            columns = _rows_after(connection, self._columns, self._rows)
+            events = [
+                _event(row) for row in connection.execute("SELECT * FROM events WHERE id >= ? ORDER BY id", (self._events,))
+            ]
+            count = len(columns["step"])
+            if count:
+                self.history.extend(columns)
+            for event in events:
+                self.history.record(event)
+            self._rows += count
+            self._events += len(events)
+            return count
+
+    def close(self) -> None:
+        """Let go of the file; what was read stays."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path.name}: {self._rows} steps, {self._events} events>"
+
+    # ---- private ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """One state of the file, whatever is written meanwhile."""
+        with self._lock:
+            connection = self._connection
+            if connection is None:
+                raise RecordingError(f"{self.path.name}: this run was closed; open it again: aw.open_run({str(self.path)!r})")
+            try:
+                with _transaction(connection):
+                    yield connection
+            except sqlite3.Error as error:
+                raise RecordingError(f"{self.path}: {error}; expected a run file, and this one is damaged") from error
+
+
+_LONGEST_BYTES = 64 * 2**20
+"""No value of a run is longer; one that is comes from something else."""
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A connection that can only read, to a file that is a run's."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise RecordingError(f"open_run: {path}: {error.strerror}; expected a file that a session has recorded") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RecordingError(f"open_run: {path} is no file, expected one that a session has recorded")
+    connection = _try_modes(path)
+    try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA query_only = ON")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_BYTES)
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if application != schema.APPLICATION_ID:
+            raise RecordingError(
+                f"open_run: {path} is an SQLite database, but not of a run; expected a file that a session has recorded"
+            )
+        if version > schema.VERSION:
+            raise RecordingError(
+                f"open_run: {path} was recorded by a newer amp_widgets (version {version} of the format, this one reads up to "
+                f"{schema.VERSION}); update amp_widgets to read it"
+            )
+        _check_tables(connection, path)
+    except sqlite3.Error as error:
+        connection.close()
+        raise RecordingError(f"open_run: {path}: {error}; expected a file that a session has recorded") from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _try_modes(path: Path) -> sqlite3.Connection:
+    """Read-only; and where not even the file for shared memory can be made beside it, as one that nobody writes."""
+    failed: sqlite3.Error | None = None
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        connection = None
+        try:
+            uri = f"file:{urllib.parse.quote(str(path))}?{mode}"
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            return connection
+        except sqlite3.Error as error:
+            if connection is not None:
+                connection.close()
+            failed = failed or error
+    raise RecordingError(f"open_run: {path}: {failed}; expected a file that a session has recorded") from failed
+
+
+_PATIENCE_S = 2.0
+
+
+def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Plain tables of plain columns, so that nothing runs when they are read."""
+    found = {
+        name: str(sql)
+        for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master")
+        if kind == "table" and not str(sql).upper().startswith("CREATE VIRTUAL")
+    }
+    for table in schema.TABLES:
+        if table not in found:
+            raise RecordingError(f"open_run: {path} has no table {table!r}; expected a file that a session has recorded")
+        if any(row[6] for row in connection.execute(f"PRAGMA table_xinfo({schema.quoted(table)})")):
+            raise RecordingError(f"open_run: {path}: the table {table!r} has computed columns, which no run has; it is not read")
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    if connection.in_transaction:
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def _columns(connection: sqlite3.Connection) -> tuple[str, ...]:
+    names = tuple(str(row[1]) for row in connection.execute("PRAGMA table_info(steps)"))
+    if names[: len(COLUMNS)] != COLUMNS or len(set(names)) != len(names):
+        raise RecordingError(f"the table of steps has the columns {', '.join(names)[:200]}; expected {', '.join(COLUMNS)} first")
+    return names
+
+
+def _facts(connection: sqlite3.Connection) -> dict[str, Any]:
+    return {_text(name, "facts"): _json(value, "facts") for name, value in connection.execute("SELECT name, value FROM facts")}
+
+
+def _rows_after(connection: sqlite3.Connection, columns: tuple[str, ...], after: int) -> dict[str, npt.NDArray[np.float64]]:
+    """The rows from the one numbered `after` on: by whole blocks where there are such, the rest one by one."""
+    parts: list[npt.NDArray[np.float64]] = []
+    done = after
+    for first, rows, content in connection.execute("SELECT * FROM blocks WHERE first >= ? ORDER BY first", (after,)):
+        if first != done:
+            break
+        if not isinstance(content, bytes) or type(rows) is not int or rows < 1 or len(content) != 8 * rows * len(columns):
+            raise RecordingError(f"the block of steps from row {first} has not the length that it should; the file is damaged")
+        parts.append(np.frombuffer(content, dtype="<f8").reshape(len(columns), rows))
+        done += rows
+    rest = connection.execute("SELECT * FROM steps WHERE rowid > ? ORDER BY rowid", (done,)).fetchall()
+    try:
+        parts.append(np.array(rest, dtype=np.float64).reshape(len(rest), len(columns)).T)
+    except (TypeError, ValueError):
+        raise RecordingError("a step has a value that is no number; the file is damaged") from None
+    whole = np.concatenate(parts, axis=1)
+    steps = whole[0]
+    if not (np.isfinite(steps).all() and (np.abs(steps) < 2**53).all()):
+        raise RecordingError("a step has no number; the file is damaged")
+    return dict(zip(columns, whole, strict=True))
+
+
+def _event(row: tuple[Any, ...]) -> Event:
+    _, step, kind, reason, detail, time_s = row
+    kept = _json(detail, "events")
+    if not isinstance(kept, dict):
+        raise RecordingError("the details of an event are no JSON object; the file is damaged")
+    return Event(
+        step=int(_number(step, "events")),
+        kind=_text(kind, "events"),
+        reason=_text(reason, "events"),
+        detail=kept,
+        time_s=math.nan if time_s is None else _number(time_s, "events"),
+    )
+
+
+def _settings(content: Any) -> Settings:
+    if not isinstance(content, dict):
+        raise RecordingError("settings are no JSON object; the file is damaged")
+    try:
+        return Settings(**{name: value for name, value in content.items() if name in FIELD_NAMES})
+    except (SettingsError, TypeError) as error:
+        raise RecordingError(f"settings: {error}; the file is damaged") from None
+
+
+def _json(value: Any, table: str) -> Any:
+    try:
+        return json.loads(_text(value, table))
+    except (ValueError, RecursionError):
+        raise RecordingError(f"the table {table!r} has a value that is no JSON; the file is damaged") from None
+
+
+def _text(value: Any, table: str) -> str:
+    if not isinstance(value, str):
+        raise RecordingError(f"the table {table!r} has {type(value).__name__} where a text belongs; the file is damaged")
+    return value
+
+
+def _number(value: Any, table: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RecordingError(f"the table {table!r} has {type(value).__name__} where a number belongs; the file is damaged")
+    return value
