@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +31,9 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.core.settings import describe_changes
-from amp_widgets.errors import MissingExtraError, RunError, SessionClosedError, SettingsError
+from amp_widgets.errors import MissingExtraError, RecordingError, RunError, SessionClosedError, SettingsError
+from amp_widgets.recording.environment import environment
+from amp_widgets.recording.recorder import Recorder
 from amp_widgets.runner import Runner, Training, last_lines
 from amp_widgets.widgets.state import DashboardState
 
@@ -53,11 +57,15 @@ class AmpSession(LiveLoop):
         leaves the counter alone, and a step's peak is then known only when it is a new record.
     history_capacity
         Steps kept at full resolution; from then on the older half is thinned. Events are never dropped.
+    record
+        Write the run to this new file as it happens: see `record`.
 
     Raises
     ------
     ModelError
         When the model has no parameters, or an optimizer has none of the model's.
+    RecordingError
+        When the file exists, or cannot be made.
 
     Examples
     --------
@@ -85,6 +93,7 @@ class AmpSession(LiveLoop):
         memory_every: int = 1,
         reset_peak: bool = True,
         history_capacity: int = DEFAULT_CAPACITY,
+        record: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             model, _as_tuple(optimizer), memory_every=memory_every, reset_peak=reset_peak, history_capacity=history_capacity
@@ -99,7 +108,14 @@ class AmpSession(LiveLoop):
         self._last_scale = math.inf
         self._uninstall_interrupt: Callable[[], None] | None = None
         self._pump: kernel.CommPump | None = None
+        self._recorder: Recorder | None = None
         _sessions.append(weakref.ref(self))
+        if record is not None:
+            try:
+                self.record(record)
+            except BaseException:
+                self.close()
+                raise
 
     # ---- the loop in a cell -----------------------------------------------------------------------------------------
 
@@ -303,6 +319,55 @@ class AmpSession(LiveLoop):
     def keep_profile(self, profile: StepProfile) -> None:
         """Put it among `profiles`, with a picture."""
         super().keep_profile(ProfiledStep.of(profile))
+
+    # ---- the run on disk --------------------------------------------------------------------------------------------
+
+    def record(self, path: str | os.PathLike[str]) -> None:
+        """Write the run to a new file, what it has so far and what comes; until `stop_recording` or `close`.
+
+        Training goes on whatever happens to the file; the dashboard says when nothing can be written. The file is read with
+        ``aw.open_run(path)``, also while it is written; see `amp_widgets.recording.schema` for what is in it.
+
+        Parameters
+        ----------
+        path
+            Of the file, such as ``"run.db"``; none that exists.
+
+        Raises
+        ------
+        RecordingError
+            When the file exists or cannot be made, or the run is being recorded already.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("record")
+        if self._recorder is not None:
+            raise RecordingError(
+                f"record: the run is being recorded to {self._recorder.path}; session.stop_recording() ends that"
+            )
+        facts = {
+            "model": self.model_type,
+            "device": _device_name(self.device),
+            "memory_source": self.memory_source,
+            "cuda": torch.version.cuda,
+            **environment(),
+        }
+        self._recorder = Recorder(path, self, facts=facts)
+
+    def stop_recording(self) -> None:
+        """Write what is left, and let go of the file."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
+
+    @property
+    def recorded_to(self) -> Path | None:
+        """The file that the run is being written to, or None."""
+        return None if self._recorder is None else self._recorder.path
+
+    def note(self, text: str) -> None:
+        """Put a note of yours among the events, at the present step."""
+        self.record_event("note", text, source="user")
 
     # ---- are the numbers still right --------------------------------------------------------------------------------
 
@@ -516,6 +581,7 @@ class AmpSession(LiveLoop):
             self._pump.close()
             self._pump = None
         super().close()
+        self.stop_recording()
         self._last_scale = self.scaler.get_scale()
 
     def __enter__(self) -> AmpSession:
@@ -585,6 +651,8 @@ class AmpSession(LiveLoop):
             notes.append(f"The memory of the last step was not measured: {gap}.")
         if self.budget_gap is not None:
             notes.append(self.budget_gap)
+        if self._recorder is not None and self._recorder.notice is not None:
+            notes.append(self._recorder.notice)
         if self._pump is not None and self._pump.why_not:
             notes.append(self._pump.why_not)
         notes += [f"From step {request.at_step} on: {describe_changes(request.changes)}." for request in self.scheduled]

@@ -23,7 +23,7 @@ from amp_widgets.analysis.trial import (
     region,
 )
 from amp_widgets.core.loop import LiveLoop
-from amp_widgets.core.memory import meter_for
+from amp_widgets.core.memory.meter import meter_for
 from amp_widgets.core.memory.profile import StepProfile, memory_text
 from amp_widgets.core.settings import describe_settings
 from amp_widgets.errors import RunError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from amp_widgets.core.history import COLUMNS, Event, History
-from amp_widgets.core.memory import MemoryReading
+from amp_widgets.core.memory.reading import MemoryReading
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.settings import format_scale
 

@@ -24,11 +24,11 @@ from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
 from amp_widgets.core.layer_switch import LayerSwitch
 from amp_widgets.core.layers import is_compiled_wrapper
-from amp_widgets.core.memory import MemoryMeter
 from amp_widgets.core.memory.autopsy import OutOfMemory
 from amp_widgets.core.memory.compiled import frames_compiled
 from amp_widgets.core.memory.death import is_of_torchscript, is_out_of_memory
 from amp_widgets.core.memory.profile import StepProfile
+from amp_widgets.core.memory.reading import MemoryMeter
 from amp_widgets.core.memory.step_mode import files_running, modules_being_called
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.budget import budget_in_bytes
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.cuda import CudaMeter
 from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.deep import DeepRecording
+from amp_widgets.core.memory.meter import meter_for
 from amp_widgets.core.memory.profile import StepProfile, memory_text
-from amp_widgets.core.memory.reading import MemoryReading
+from amp_widgets.core.memory.reading import MemoryMeter, MemoryReading
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.profiling import ProfilePlan, combination_of, free_label, positions_kept
 from amp_widgets.core.settings import Settings, describe_settings

@@ -1,8 +1,8 @@
 """What a run file is: an SQLite database, to be read with pandas or the ``sqlite3`` shell too.
 
 ``PRAGMA application_id`` is `APPLICATION_ID`, ``PRAGMA user_version`` the version of the schema, `VERSION`. NULL stands for NaN,
-which is "not measured"; inf is kept as such, and of zero, SQLite keeps no sign. Sizes are bytes, times seconds. Values that are not numbers or plain text are
-JSON; nothing in a run file is ever executed or unpickled.
+which is "not measured"; inf is kept as such, and of zero, SQLite keeps no sign. Sizes are bytes, times seconds. Values that are
+not numbers or plain text are JSON; nothing in a run file is ever executed or unpickled.
 
 ========== ============================================================================================================
 table      rows

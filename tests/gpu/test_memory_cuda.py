@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_widgets.core.memory import meter_for
 from amp_widgets.core.memory.cuda import CudaMeter
+from amp_widgets.core.memory.meter import meter_for
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_widgets.core.memory import meter_for
 from amp_widgets.core.memory.cuda import CudaMeter
 from amp_widgets.core.memory.deep import DeepRecording
+from amp_widgets.core.memory.meter import meter_for
 from amp_widgets.core.memory.profile import KINDS, StepProfile
 from amp_widgets.session import AmpSession
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_widgets.core.memory import MemoryReading
 from amp_widgets.core.memory.cpu import CpuMeter
+from amp_widgets.core.memory.reading import MemoryReading
 
 F32 = 4  # bytes
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_widgets.core.checkpointing import Checkpointing
-from amp_widgets.core.memory import MemoryReading
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.profile import KINDS, StepProfile
+from amp_widgets.core.memory.reading import MemoryReading
 
 try:
     from torch.distributed._tools.mem_tracker import MemTracker

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from amp_widgets.core.memory import meter_for
 from amp_widgets.core.memory.compiled import is_compiled, why_compiled
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.cuda import CudaMeter
+from amp_widgets.core.memory.meter import meter_for
 
 
 class On(nn.Module):

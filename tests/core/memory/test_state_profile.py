@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from amp_widgets.core.memory import MemoryMeter, meter_for
 from amp_widgets.core.memory.cpu import CpuMeter
+from amp_widgets.core.memory.meter import meter_for
 from amp_widgets.core.memory.profile import KINDS, StepProfile
+from amp_widgets.core.memory.reading import MemoryMeter
 from amp_widgets.core.memory.state_profile import StateMeter
 from amp_widgets.session import AmpSession
 

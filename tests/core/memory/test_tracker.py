@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.core.checkpointing import Checkpointing
-from amp_widgets.core.memory import MemoryReading
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.profile import KINDS, StepProfile
+from amp_widgets.core.memory.reading import MemoryReading
 from amp_widgets.core.memory.step_mode import PAUSE_S, StepMode
 from amp_widgets.core.memory.tracker import StepTracker
 
