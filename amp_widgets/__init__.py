@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from amp_widgets.core.settings import Settings
     from amp_widgets.demos import demo
+    from amp_widgets.recording.run import open_run
     from amp_widgets.session import AmpSession
     from amp_widgets.widgets.format_lab import FormatLab
 
 __version__ = "0.1.0"
-__all__ = ["AmpSession", "FormatLab", "Settings", "__version__", "demo", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = [
+    "AmpSession",
+    "FormatLab",
+    "Settings",
+    "__version__",
+    "demo",
+    "load_ipython_extension",
+    "open_run",
+    "unload_ipython_extension",
+]
 
 _HOMES = {
     "AmpSession": "amp_widgets.session",
     "FormatLab": "amp_widgets.widgets.format_lab",
     "Settings": "amp_widgets.core.settings",
     "demo": "amp_widgets.demos",
+    "open_run": "amp_widgets.recording.run",
 }
 
 

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.core.history import Cursor, Event, History
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RecordingError
 from amp_widgets.recording import schema
+from amp_widgets.recording.step_profiles import profile_to_json
 
 EVERY_S = 0.25
 """How often steps are written; well below the second that a killed kernel may cost."""
@@ -59,6 +61,9 @@ class Recorded(Protocol):
     @property
     def layers_seen(self) -> Sequence[LayerRow]: ...
 
+    @property
+    def profiles(self) -> Sequence[StepProfile]: ...
+
 
 class Recorder:
     """Writes to a new file what a history has and gets; steps some times a second, events at once.
@@ -95,7 +100,9 @@ class Recorder:
         self._waiting: dict[str, npt.NDArray[Any]] = {name: np.empty(0) for name in self._columns}  # for the next block
         self._events = 0
         self._settings: Settings | None = None
-        self._layers: tuple[LayerRow, ...] | None = None
+        self._layers: Sequence[LayerRow] | None = None
+        self._profiles: Sequence[StepProfile] = ()
+        self._profiles_written = 0
         self._lock = threading.RLock()  # around the connection
         self._wake = threading.Event()
         self._closed = False
@@ -179,8 +186,10 @@ class Recorder:
         rows = _rows_of(columns)
         events, events_now = self._history.events_since(self._events)
         settings = None if source is None or source.settings == self._settings else source.settings
-        layers = None if source is None or source.layers_seen is self._layers else tuple(source.layers_seen)
-        if not rows and not events and settings is None and layers is None:
+        layers = None if source is None or source.layers_seen is self._layers else source.layers_seen
+        profiles = self._profiles if source is None else source.profiles
+        new_profiles = [one for one in profiles if not any(one is other for other in self._profiles)]
+        if not rows and not events and settings is None and layers is None and not new_profiles:
             return
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
@@ -204,12 +213,16 @@ class Recorder:
         if layers is not None:
             connection.execute("DELETE FROM layers")
             connection.executemany("INSERT INTO layers VALUES (?, ?, ?, ?, ?, ?)", map(_layer_row, range(len(layers)), layers))
+        for number, one in enumerate(new_profiles, self._profiles_written):
+            row = (number, one.step, one.label, json.dumps(profile_to_json(one)))
+            connection.execute("INSERT INTO profiles VALUES (?, ?, ?, ?)", row)
         connection.execute("COMMIT")
+        self._profiles, self._profiles_written = profiles, self._profiles_written + len(new_profiles)
         self._cursor, self._events, self._waiting = cursor, events_now, waiting
         if settings is not None:
             self._settings = settings
-        if layers is not None and source is not None:
-            self._layers = source.layers_seen  # type: ignore[assignment]  # only ever compared
+        if layers is not None:
+            self._layers = layers
 
     def _put_facts(self, facts: Mapping[str, Any]) -> None:
         self._connection.executemany(

@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.core.history import COLUMNS, DEFAULT_CAPACITY, Event, History
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import FIELD_NAMES, Settings
 from amp_widgets.errors import RecordingError, SettingsError
 from amp_widgets.recording import schema
+from amp_widgets.recording.step_profiles import profile_from_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +130,13 @@ class Run:
             )
             for name, kind, parameters, why_not, structural in rows
         )
+
+    @property
+    def profiles(self) -> tuple[StepProfile, ...]:
+        """Of the steps that were profiled, all of them, the newest last."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT content FROM profiles ORDER BY id").fetchall()
+        return tuple(profile_from_json(_json(content, "profiles")) for (content,) in rows)
 
     def refresh(self) -> int:
         """Read what was written since; how many steps that were."""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from amp_widgets.core.history import Event, History
+from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import Settings
 
 
@@ -22,6 +23,7 @@ class Source:
     def __init__(self, *, capacity: int = 1_000_000, extra_columns: tuple[str, ...] = ()) -> None:
         self.history_so_far = History(capacity=capacity, extra_columns=extra_columns)
         self.settings = Settings()
+        self.profiles: tuple[StepProfile, ...] = ()
         self.layers_seen: tuple[LayerOf, ...] = (
             LayerOf("layers.0"),
             LayerOf("head", why_not="it is <b>tied</b>", structural=True),

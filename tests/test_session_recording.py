@@ -1,0 +1,87 @@
+"""A session that writes its run to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import amp_widgets as aw
+from amp_widgets.errors import RecordingError, SessionClosedError, SettingsError
+
+
+def make(**options: object) -> aw.AmpSession:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return aw.AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)  # type: ignore[arg-type]
+
+
+def train(session: aw.AmpSession, steps: int) -> None:
+    model, optimizer = session.model, session.optimizers[0]
+    assert model is not None
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with session.autocast():
+            loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.randint(2, (5,)))
+        session.scaler.scale(loss).backward()
+        session.scaler.step(optimizer)
+        session.scaler.update()
+
+
+def test_the_run_comes_back_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    session = make(record=path)
+    assert session.recorded_to == path
+    train(session, 3)
+    session.request(autocast="bf16", checkpointed=["0"])
+    session.profile_next_step("mine")
+    train(session, 3)
+    session.note("what I saw: <b>less</b>")
+    with pytest.raises(SettingsError):
+        session.request(autocast="fp7")
+    session.close()
+    assert session.recorded_to is None
+    with aw.open_run(path) as run:
+        ours, theirs = session.history.columns(), run.history.columns()
+        assert all(np.array_equal(ours[name], theirs[name], equal_nan=True) for name in ours)
+        assert run.events == session.history.events()
+        assert [event.kind for event in run.events] == ["applied", "note", "rejected"]
+        assert (run.settings_at(2).autocast, run.settings_at(3).autocast, run.settings.checkpointed) == ("fp32", "bf16", ("0",))
+        assert [layer.name for layer in run.layers] == ["0", "1", "2"]
+        assert run.profiles[0].label == "mine"
+        assert run.facts["model"] == "Sequential"
+        assert run.facts["packages"]["torch"] == torch.__version__
+
+
+def test_recording_that_begins_in_mid_run_has_what_was_before(tmp_path: Path) -> None:
+    session = make()
+    train(session, 5)
+    session.record(tmp_path / "run.db")
+    with pytest.raises(RecordingError, match=r"being recorded to .*run\.db; session\.stop_recording\(\) ends"):
+        session.record(tmp_path / "other.db")
+    train(session, 5)
+    session.stop_recording()
+    train(session, 5)
+    with aw.open_run(tmp_path / "run.db") as run:
+        assert run.history.columns("step")["step"].tolist() == list(range(10))
+    session.close()
+    with pytest.raises(SessionClosedError):
+        session.record(tmp_path / "late.db")
+
+
+def test_a_file_that_cannot_be_made_leaves_the_model_alone(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError):
+        make(record=tmp_path / "nowhere" / "run.db")
+
+
+def test_the_dashboard_says_when_nothing_is_recorded_any_more(tmp_path: Path) -> None:
+    with make(record=tmp_path / "run.db") as session:
+        train(session, 1)
+        (tmp_path / "run.db").unlink()
+        session.note("noticed by this")
+        assert "Recording has ended: run.db was deleted, moved or replaced." in session.dashboard_state().notes
+        train(session, 2)
+        assert session.step == 3
