@@ -16,7 +16,7 @@ from amp_widgets.capture.on_cpu import on_cpu
 from amp_widgets.cell import run_cell
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
-from amp_widgets.errors import MissingExtraError, SettingsError
+from amp_widgets.errors import MissingExtraError, RecordingError, SettingsError
 from amp_widgets.session import AmpSession
 from amp_widgets.widgets.picture import Picture
 
@@ -57,6 +57,7 @@ class CapturedCell:
         self._budget: float | None = None
         self._made: AmpSession | None = None  # the newest; whether it trains is not known yet
         self._places: list[DisplayHandle] = []  # above the cell's own output: for the dashboard, and for its picture
+        self._record: str | None = None  # where to, once the model is known
         self._picture: Picture | None = None
         self._shown = False
 
@@ -65,9 +66,7 @@ class CapturedCell:
         __tracebackhide__ = True
         first = display(_Sentence("amp_widgets: waiting for this cell to train a model."), display_id=True)
         self._places = [first, display(_Sentence(""), display_id=True)]
-        capture = Capture(
-            self._make, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns
-        )
+        capture = Capture(self._make, on_found=self._found, model_name=self._model_name, namespace=self._shell.user_ns)
         ended = False
         try:
             with capture, on_cpu() if self._on_cpu else contextlib.nullcontext() as mapped:
@@ -111,6 +110,19 @@ class CapturedCell:
             session.memory_budget = budget
         self._budget = budget
 
+    def record(self, path: str) -> None:
+        """Record the run to a new file, also before the loop has begun.
+
+        Raises
+        ------
+        RecordingError
+            When that cannot be, as far as is known now.
+        """
+        if self.session is not None:
+            self.session.record(path)
+        else:
+            self._record = path
+
     def _make(self, model: nn.Module) -> AmpSession:
         """A session on what may be the model."""
         self._made = session = AmpSession(model)
@@ -129,6 +141,12 @@ class CapturedCell:
         loop.go_on = "run the %%amp cell again"
         if self._mapped:
             loop.remarks.append(lambda: _ON_CPU)
+        if self._record is not None:
+            path, self._record = self._record, None
+            try:
+                loop.record(path)
+            except RecordingError as error:
+                print(f"%amp record: refused: {error}")
         for changes, at_step in self._requests:
             try:
                 _ask(loop, changes, at_step)

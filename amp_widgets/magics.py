@@ -32,6 +32,8 @@ HELP = """\
 %amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop
 %amp budget 200MB                  memory that a step on a CPU may hold: above it, it is out of memory (also: off);
                                    without a size: what it is
+%amp record run.db                 write the run to a new file as it happens (off: no more); also in a %%amp cell, before its loop
+%amp note TEXT                     a note of yours among the events
 %amp formats                       a number in each number format, bit by bit
 %amp close                         let go of the model"""
 
@@ -77,6 +79,10 @@ class AmpMagics(Magics):
             self._set(words[1:])
         elif words[0] == "budget":
             self._set_budget(words[1:])
+        elif words[0] == "record":
+            self._record(words[1:])
+        elif words[0] == "note":
+            _note(" ".join(words[1:]))
         elif words == ["formats"]:
             _show_formats()
         elif words[0] == "demo":
@@ -132,10 +138,7 @@ class AmpMagics(Magics):
         else:
             session = newest_session()
             if session is None:
-                raise MagicError(
-                    "%amp set: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
-                    "AmpSession(model, optimizer). For a %%amp cell, put this line into the cell, above its loop"
-                )
+                raise MagicError(f"%amp set: {_NO_SESSION}")
             whose = f" of the session on {session.model_type}"
             if at_step is None:
                 told = session.request(source="magic", **changes).changes
@@ -156,10 +159,7 @@ class AmpMagics(Magics):
         else:
             session = newest_session()
             if session is None:
-                raise MagicError(
-                    "%amp budget: there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or "
-                    "AmpSession(model, optimizer). For a %%amp cell, put this line into the cell, above its loop"
-                )
+                raise MagicError(f"%amp budget: {_NO_SESSION}")
             session.memory_budget = budget
             whose = f" of the session on {session.model_type}"
         print(f"memory budget{whose}: {'off' if budget is None else memory_text(budget)}, from the next step on")
@@ -176,6 +176,23 @@ class AmpMagics(Magics):
             print(f"memory budget of the session on {session.model_type}: {'off' if budget is None else memory_text(budget)}")
             if session.budget_gap is not None:
                 print(session.budget_gap)
+
+    def _record(self, words: list[str]) -> None:
+        session = newest_session()
+        if len(words) > 1:
+            raise MagicError(f"%amp record: got {len(words)} words, expected the name of a new file, such as run.db, or off")
+        if self._cell is not None and words and words[0] != "off":
+            self._cell.record(words[0])
+            print(f"recording: to {words[0]}, from the loop's first step on")
+            return
+        if session is None:
+            raise MagicError(f"%amp record: {_NO_SESSION}")
+        if words == ["off"]:
+            session.stop_recording()
+        elif words:
+            session.record(words[0])
+        where = session.recorded_to
+        print(f"recording of the session on {session.model_type}: {'off' if where is None else f'to {where}'}")
 
     def _adopt(self, make: Any) -> None:
         session = make()
@@ -209,8 +226,8 @@ class AmpMagics(Magics):
         first, *rest = name.split(".")
         if not all(part.isidentifier() for part in (first, *rest)) or first not in self.shell.user_ns:
             raise MagicError(
-                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'close', or the name of a model in this notebook; "
-                "%amp alone shows the help"
+                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model in "
+                "this notebook; %amp alone shows the help"
             )
         value = self.shell.user_ns[first]
         for part in rest:
@@ -350,11 +367,28 @@ def _show_status() -> None:
     print(f"memory:   {state.memory_source}")
     if session.memory_budget is not None:
         print(f"budget:   {memory_text(session.memory_budget)} a step")
+    if session.recorded_to is not None:
+        print(f"recorded: to {session.recorded_to}")
     death = session.out_of_memory
     if death is not None:
         print(f"died:     {death.report[0]}; session.out_of_memory.report says more")
     if not _has_widgets():
         display(Picture(session, "The charts as they stand:"))
+
+
+_NO_SESSION = (
+    "there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or AmpSession(model, optimizer). For a "
+    "%%amp cell, put this line into the cell, above its loop"
+)
+
+
+def _note(text: str) -> None:
+    session = newest_session()
+    if session is None:
+        raise MagicError(f"%amp note: {_NO_SESSION}")
+    if not text:
+        raise MagicError("%amp note: got nothing, expected a text")
+    session.note(text)
 
 
 def _show_formats() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
-from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, SettingsError
+from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, RecordingError, SettingsError
 from amp_widgets.magics import parse_settings, parse_size
+from amp_widgets.recording.run import open_run
 from amp_widgets.session import AmpSession, newest_session
 
 
@@ -109,7 +111,7 @@ def test_a_demo(shell: Any) -> None:
     [
         ("demo mnist", DemoError, "expected one of"),
         ("demo digits text", MagicError, "got 2 names"),
-        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'close', or the name of a model"),
+        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model"),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
         ("net optim more", MagicError, "expected one of these"),
@@ -223,4 +225,28 @@ def test_budget(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("budget 0", "budget many bytes of it", "budget -1MB"):
         with pytest.raises((MagicError, SettingsError)):
             shell.run_line_magic("amp", line)
+    session.close()
+
+
+def test_record_and_note(shell: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for line in ("record run.db", "note x"):
+        with pytest.raises(MagicError, match="there is no session yet"):
+            shell.run_line_magic("amp", line)
+    session = AmpSession(put_model(shell), shell.user_ns["optim"])
+    path = tmp_path / "run.db"
+    shell.run_line_magic("amp", "record")
+    assert capsys.readouterr().out == "recording of the session on Sequential: off\n"
+    shell.run_line_magic("amp", f"record {path}")
+    assert capsys.readouterr().out == f"recording of the session on Sequential: to {path}\n"
+    shell.run_line_magic("amp", "note what I see here")
+    shell.run_line_magic("amp", "record off")
+    assert session.recorded_to is None
+    with open_run(path) as run:
+        assert [event.reason for event in run.events] == ["what I see here"]
+    with pytest.raises(RecordingError, match="exists already"):
+        shell.run_line_magic("amp", f"record {path}")
+    with pytest.raises(MagicError, match="got 2 words"):
+        shell.run_line_magic("amp", "record a b")
+    with pytest.raises(MagicError, match="got nothing, expected a text"):
+        shell.run_line_magic("amp", "note")
     session.close()

@@ -331,10 +331,19 @@ def kind_of(value: object) -> str:
 
 @contextlib.contextmanager
 def region(autocast: AutocastName, device_type: str) -> Iterator[None]:
-    """An autocast region of its own, with gradients, also within one of the user's: neither finds casts that the other made."""
+    """An autocast region of its own, with gradients, also within one of the user's: neither finds casts that the other made.
+
+    For fp32 it is none where there is none around it: casts live until the outermost region is left, and with one around the
+    whole step those of a recompute would live longer than in a step of the run.
+    """
     torch.clear_autocast_cache()
+    around = autocast != "fp32" or torch.is_autocast_enabled(device_type)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), autocast_context(autocast, device_type):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            autocast_context(autocast, device_type) if around else contextlib.nullcontext(),
+        ):
             yield
     finally:
         torch.clear_autocast_cache()

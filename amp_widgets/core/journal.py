@@ -160,13 +160,17 @@ class Journal:
         self._waiting.append(record)
 
     def put_event(self, step: int, kind: str, reason: str, detail: Mapping[str, Any]) -> None:
-        """Take an event; `detail` becomes what JSON can keep."""
+        """Take an event; `detail` becomes what JSON can keep.
+
+        It is in the history at once, unless the device still owes numbers of an earlier step.
+        """
         kept = {name: _plain(value) for name, value in detail.items()}
         if kind == "rejected":
             self._totals.last_rejection = reason
         elif kind == "applied":
             self._totals.last_rejection = None
         self._waiting.append(Event(step=step, kind=kind, reason=reason, detail=kept, time_s=self.now_s()))
+        self.write(wait=False)
 
     def history(self, *, wait: bool) -> History:
         """The history with every step whose numbers have arrived, or with all of them, after waiting for the device."""

@@ -137,10 +137,10 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and let go of the file."""
+        self._tick(self._source())
         with self._lock:
             if self._closed:
                 return
-            self._tick(self._source())
             self._closed = True
             with contextlib.suppress(sqlite3.Error):  # another kernel reads it
                 self._connection.execute("PRAGMA journal_mode = DELETE")  # one file, which opens anywhere
@@ -162,6 +162,8 @@ class Recorder:
             self._wake.set()
 
     def _tick(self, source: Recorded | None) -> None:
+        if source is not None:
+            source.history_so_far  # noqa: B018  # brings what the device has delivered; not under the lock: it may record events
         with self._lock:
             if self._closed or self._lost is not None:
                 return
