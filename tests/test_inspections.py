@@ -15,6 +15,7 @@ from torch import nn
 from amp_widgets.analysis import inspections
 from amp_widgets.analysis.dtype_map import DtypeMap
 from amp_widgets.analysis.parity import ParityReport
+from amp_widgets.analysis.precision import PrecisionReport
 from amp_widgets.analysis.preflight import Findings
 from amp_widgets.errors import RunError, SessionClosedError, SettingsError
 from amp_widgets.session import AmpSession
@@ -265,6 +266,34 @@ def test_a_result_made_by_hand_is_the_newest() -> None:
     assert session.check(batch, nn.functional.cross_entropy) is session.inspection("check").result
     assert session.dtype_map(batch, nn.functional.cross_entropy) is session.inspection("dtype_map").result
     assert session.preflight() is session.inspection("preflight").result
+    assert session.precision_cost(batch, nn.functional.cross_entropy) is session.inspection("precision").result
+    against_fp64 = session.precision_cost(batch, nn.functional.cross_entropy, reference="fp64")
+    assert session.inspection("precision_fp64").result is against_fp64
+    session.close()
+
+
+def test_what_precision_costs_is_measured_at_a_boundary_of_the_run(threads: list[tuple[str, int]]) -> None:
+    gated = Gated(3)
+    session = made(gated)
+    session.request(autocast="bf16", fp32_layers=["3"])
+    session.start()
+    gated.let(1)
+    wait_for_step(session, 1)
+    for kind in ("precision", "precision_fp64"):
+        session.inspect(kind)
+    gated.let(1)
+    wait_for(lambda: not session.inspection("precision_fp64").pending, "the reports")
+    assert [kind for kind, _ in threads] == ["precision", "precision_fp64"]
+    assert threads[0][1] != threading.get_ident()
+    plain, exact = (session.inspection(kind).result for kind in ("precision", "precision_fp64"))
+    assert isinstance(plain, PrecisionReport)
+    assert isinstance(exact, PrecisionReport)
+    assert (plain.reference, *plain.loss_errors) == ("fp32", "fp16", "bf16")
+    assert (exact.reference, *exact.loss_errors) == ("fp64", "fp32", "fp16", "bf16")
+    assert plain.fp32_layers == ("3",)
+    assert 0 < exact.layer("0", "fp32").output_error < 1e-6 < exact.layer("0", "fp16").output_error
+    gated.let(1)
+    assert session.wait(PATIENCE_S)
     session.close()
 
 

@@ -6,15 +6,20 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from amp_widgets.analysis.dtype_map import DtypeMap, dtype_map
 from amp_widgets.analysis.parity import ParityReport, check
+from amp_widgets.analysis.precision import PrecisionReport, precision_cost
 from amp_widgets.analysis.preflight import Findings, preflight
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.errors import AmpWidgetsError
 
-InspectionKind = Literal["dtype_map", "check", "preflight"]
+InspectionKind = Literal["dtype_map", "check", "preflight", "precision", "precision_fp64"]
+"""The last two are what precision costs: fp16 and bf16 against fp32; and these two and fp32 against fp64."""
+
+Result = DtypeMap | ParityReport | Findings | PrecisionReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,14 +38,14 @@ class Inspection:
         Why the last one that was asked for could not be made, or None; begins with the kind, as errors do.
     """
 
-    result: DtypeMap | ParityReport | Findings | None = None
+    result: Result | None = None
     step: int = 0
     pending: bool = False
     why_not: str | None = None
 
 
 class Inspections:
-    """The newest dtype map, parity report and preflight of one loop. May be asked from any thread."""
+    """The newest dtype map, parity report, preflight and report on precision of one loop. May be asked from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +64,7 @@ class Inspections:
             self._newest[kind] = dataclasses.replace(earlier, pending=True)
             return True
 
-    def keep(self, kind: InspectionKind, result: DtypeMap | ParityReport | Findings, step: int) -> None:
+    def keep(self, kind: InspectionKind, result: Result, step: int) -> None:
         """This is the newest."""
         with self._lock:
             self._newest[kind] = Inspection(result=result, step=step)
@@ -88,8 +93,10 @@ class Inspections:
 
 
 _NONE = Inspection()
-_MAKE: Mapping[InspectionKind, Callable[[LiveLoop, Any, Any], DtypeMap | ParityReport | Findings]] = {
+_MAKE: Mapping[InspectionKind, Callable[[LiveLoop, Any, Any], Result]] = {
     "dtype_map": dtype_map,
     "check": check,
     "preflight": preflight,
+    "precision": precision_cost,
+    "precision_fp64": partial(precision_cost, formats=("fp32", "fp16", "bf16"), reference="fp64"),
 }

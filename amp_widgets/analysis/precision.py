@@ -84,6 +84,8 @@ class PrecisionReport:
         What the loss was multiplied by, by format. Gradients are divided by it before they are compared.
     skipped
         Formats that were not run, and why.
+    fp32_layers
+        What was kept in fp32 in all of them, as the settings in force say.
     """
 
     reference: str
@@ -91,6 +93,16 @@ class PrecisionReport:
     loss_errors: Mapping[str, float]
     scales: Mapping[str, float]
     skipped: Mapping[str, str]
+    fp32_layers: tuple[str, ...] = ()
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Of each format how far the loss is off, or why it was not run."""
+        known = []
+        for name, error in self.loss_errors.items():
+            scale = self.scales[name]
+            known.append(f"{name}: loss {error_text(error)}{f'; loss scaled by {scale:g}' if scale != 1.0 else ''}.")
+        return (*known, *(f"{name} was not run: {reason}." for name, reason in self.skipped.items()))
 
     def of(self, name: str) -> tuple[LayerPrecision, ...]:
         """The layers in one format, worst first."""
@@ -137,11 +149,7 @@ class PrecisionReport:
 
     def _remarks(self) -> list[str]:
         hidden = len(self.layers) - _SHOWN
-        remarks = [f"… and {hidden} more: report.layers"] if hidden > 0 else []
-        for name, error in self.loss_errors.items():
-            scale = self.scales[name]
-            remarks.append(f"{name}: loss {error_text(error)}{f'; loss scaled by {scale:g}' if scale != 1.0 else ''}.")
-        return [*remarks, *(f"{name} was not run: {reason}." for name, reason in self.skipped.items())]
+        return [*([f"… and {hidden} more: report.layers"] if hidden > 0 else []), *self.sentences]
 
 
 def precision_cost(
@@ -212,7 +220,14 @@ def precision_cost(
             loss_errors[name] = errors.of_loss(outcome)
             layers += errors.rows(tried.model, name, outcome)
     layers.sort(key=lambda row: (row.nonfinite == 0, -row.worst_error if row.worst_error >= 0 else 1.0))  # those unknown last
-    return PrecisionReport(reference=reference, layers=tuple(layers), loss_errors=loss_errors, scales=scales, skipped=skipped)
+    return PrecisionReport(
+        reference=reference,
+        layers=tuple(layers),
+        loss_errors=loss_errors,
+        scales=scales,
+        skipped=skipped,
+        fp32_layers=loop.settings.fp32_layers,
+    )
 
 
 _SHOWN = 30

@@ -24,8 +24,8 @@ export default {
     const tick = h("span", { class: "ampw-tick" }, automatic, h("label", { for: automaticId }, "check parity after each change of the checkpointed layers"));
     const noBatch = h("span", { class: "ampw-dim", id: uid(), hidden: true });
     body.append(
-      h("p", { class: "ampw-sentence ampw-explained" }, model.get("explanation")),
-      h("p", { class: "ampw-sentence ampw-explained ampw-example" }, model.get("example")),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is checked"),
+        ...model.get("explanations").flat().map((text) => h("p", {}, text))),
       h("div", { class: "ampw-choices" }, ...parts.map((part) => part.button), tick),
       noBatch,
       ...parts.flatMap((part) => [part.whyNot, part.area]));

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import traitlets
 
 from amp_widgets.analysis.inspections import Inspection
-from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.text import not_done_text
 
 Check = Literal["check", "preflight"]
 CHECKS: tuple[Check, ...] = ("check", "preflight")
-EXPLAINED = (
+PARITY_EXPLAINED = (
     "Parity runs a forward and a backward pass on the newest batch with the settings in force, and again without checkpointing. "
     "Loss, gradients, buffers and random numbers have to agree bit for bit, as checkpointing only computes again what is known. "
-    "Autocast does change the numbers: how far they are from fp32 is measured. Preflight reads the model, the optimizer and the "
-    "settings, watches a forward pass, and lists what fails or gives wrong numbers, also what would do so only on a GPU. Nothing "
-    "is trained by either of them, and weights, gradients, buffers and random numbers are as before afterwards."
+    "Autocast does change the numbers: how far they are from fp32 is measured. Nothing is trained by it, and weights, gradients, "
+    "buffers and random numbers are as before afterwards."
 )
-EXAMPLE = (
+PARITY_EXAMPLE = (
     "In the digits demo: choose bf16, press Start, tick some layers as checkpointed and press Check parity. Checkpointing "
     "changes nothing, and the gradients in bf16 are off by some percent."
+)
+PREFLIGHT_EXPLAINED = (
+    "Preflight reads the model, the optimizer and the settings, watches one forward pass, and lists what fails or gives wrong "
+    "numbers, also what would do so only on a GPU; with each the cure. Nothing is trained by it either."
+)
+PREFLIGHT_EXAMPLE = (
+    "In the digits demo it finds nothing. Convert the model by mistake, session.model.half() in a cell, and press Preflight: its "
+    "parameters and BatchNorm are in fp16 then, and the optimizer's state is not. session.model.float() puts it right. In the "
+    "text demo it tells what the fused optimizer means for clipping gradients."
 )
 
 
@@ -52,10 +60,11 @@ class ChecksPanel(Control):
     """Shows the reports; asks with ``command("check")``, ``command("preflight")`` and ``command("automatic", on=True)``."""
 
     _esm = page_script("checks_panel")
-    _css = Control._css + (Path(__file__).parent / "checks_panel.css").read_text(encoding="utf-8")
+    _css = page_style("checks_panel")
 
-    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
-    example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    explanations: traitlets.List[Any] = traitlets.List(
+        [[PARITY_EXPLAINED, PARITY_EXAMPLE], [PREFLIGHT_EXPLAINED, PREFLIGHT_EXAMPLE]], help="With each an example."
+    ).tag(sync=True)
     check = traitlets.Dict(help="What `_shown` says.").tag(sync=True)
     preflight = traitlets.Dict(help="The same.").tag(sync=True)
     automatic = traitlets.Bool(False).tag(sync=True)
@@ -97,6 +106,6 @@ def _shown(one: Inspection, kind: Check) -> dict[str, Any]:
     return {
         "html": "" if one.result is None else one.result._repr_html_(),
         "caption": "" if one.result is None else f"Before step {one.step:,}",
-        "why_not": "" if one.why_not is None else f"The last {kind} failed: {one.why_not.removeprefix(f'{kind}: ')}",
+        "why_not": "" if one.why_not is None else not_done_text(kind, one.why_not),
         "pending": one.pending,
     }

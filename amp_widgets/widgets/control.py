@@ -14,9 +14,14 @@ from amp_widgets.widgets.state import DashboardState
 _HERE = Path(__file__).parent
 
 
-def page_script(name: str) -> str:
-    """The JavaScript of a control, after what all of them share."""
-    return (_HERE / "page.js").read_text(encoding="utf-8") + (_HERE / f"{name}.js").read_text(encoding="utf-8")
+def page_script(name: str, *shared: str) -> str:
+    """The JavaScript of a control, after what all of them share and what some do, such as ``"virtual_table"``."""
+    return "".join((_HERE / f"{part}.js").read_text(encoding="utf-8") for part in ("page", *shared, name))
+
+
+def page_style(*names: str) -> str:
+    """The CSS of a control, after what all of them share."""
+    return "".join((_HERE / f"{name}.css").read_text(encoding="utf-8") for name in ("page", *names))
 
 
 class Control(anywidget.AnyWidget):
@@ -33,7 +38,7 @@ class Control(anywidget.AnyWidget):
         What to show first; without one, `render` is to be called.
     """
 
-    _css = (_HERE / "page.css").read_text(encoding="utf-8")
+    _css = page_style()
 
     locked = traitlets.Bool(False, help="Nothing can be asked for any more.").tag(sync=True)
 

@@ -28,7 +28,7 @@ from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
 from amp_widgets.widgets.status_line import StatusLine
 from amp_widgets.widgets.still import NOT_SHOWN, Still
-from amp_widgets.widgets.text import in_force_text
+from amp_widgets.widgets.text import in_force_text, not_done_text
 
 PULL_S = 0.1
 """Seconds between two looks at a session in which something moves."""
@@ -89,6 +89,7 @@ class Dashboard(ipywidgets.Box):
         self._clock = clock
         self._lock = threading.RLock()
         self._complaint: str | None = None
+        self._rejected = False  # whether it is why a request or a command was rejected
         self._complained: tuple[float, object] | None = None  # when it was first shown, and how things stood
         self._pressed: tuple[Command, float] | None = None  # the last one that was carried out
         self._stepped_s = -math.inf  # when a loop of the user's own was last seen to go on
@@ -203,8 +204,8 @@ class Dashboard(ipywidgets.Box):
         try:
             state = self._without_traceback(self._source.dashboard_state())
         except Exception as error:  # shown, not lost: this runs on a thread of ours
-            self._complain(f"the session cannot be shown: {type(error).__name__}: {error}")
-            state = dataclasses.replace(self._shown, last_rejection=None)
+            self._complain(f"The session cannot be shown: {type(error).__name__}: {error}")
+            state = dataclasses.replace(self._shown, last_rejection=None, complaint=None)
         now_s = self._clock()
         loop_runs = self._loop_runs(state, now_s)
         trains = state.run == "running" or loop_runs
@@ -212,8 +213,10 @@ class Dashboard(ipywidgets.Box):
         if self._watched or closed:
             self._pull_panels(trains=trains, everything=closed)
         self._let_complaint_go(state, now_s)
-        if self._complaint is not None and self._complaint != state.last_rejection:
+        if self._complaint is not None and self._rejected:
             state = dataclasses.replace(state, last_rejection=self._complaint)
+        elif self._complaint is not None:
+            state = dataclasses.replace(state, complaint=self._complaint)
         loop_same = loop_runs == self._status.loop_runs
         if same_state(state, self._shown) and loop_same and not closed:
             return moved
@@ -256,7 +259,7 @@ class Dashboard(ipywidgets.Box):
             history = self._source.history_so_far
             return bool(self._chart.pull(history, at_once=at_once))
         except Exception as error:
-            self._complain(f"the chart cannot be drawn: {type(error).__name__}: {error}")
+            self._complain(f"The chart cannot be drawn: {type(error).__name__}: {error}")
         return True
 
     def _pull_memory(self, state: DashboardState, *, trains: bool, everything: bool = False) -> bool:
@@ -289,7 +292,7 @@ class Dashboard(ipywidgets.Box):
             self._memory = memory  # first, so that what cannot be drawn is not tried again and again
             self._memory_panel.show(memory)
         except Exception as error:
-            self._complain(f"the memory within a step cannot be shown: {type(error).__name__}: {error}")
+            self._complain(f"The memory within a step cannot be shown: {type(error).__name__}: {error}")
         return True
 
     def _pull_panels(self, *, trains: bool, everything: bool) -> None:
@@ -298,7 +301,7 @@ class Dashboard(ipywidgets.Box):
         try:
             why_not = self._panels.pull(self._source, trains=trains, everything=everything)
         except Exception as error:
-            why_not = f"what is in the tab cannot be shown: {type(error).__name__}: {error}"
+            why_not = f"What is in the tab cannot be shown: {type(error).__name__}: {error}"
         if why_not is not None:
             self._complain(why_not)
 
@@ -308,7 +311,7 @@ class Dashboard(ipywidgets.Box):
         try:
             self._still.refresh(state, self._source.history_so_far, self._memory, goes_on=goes_on)
         except Exception as error:
-            self._complain(f"the picture for the notebook cannot be drawn: {type(error).__name__}: {error}")
+            self._complain(f"The picture for the notebook cannot be drawn: {type(error).__name__}: {error}")
 
     def _loop_runs(self, state: DashboardState, now_s: float) -> bool:
         """Whether steps go on although no background run is alive; the end of a cell shows only in that none comes."""
@@ -322,10 +325,10 @@ class Dashboard(ipywidgets.Box):
         step_s = state.step_s if math.isfinite(state.step_s) else 0.0
         return now_s - self._stepped_s < max(QUIET_S, QUIET_STEPS * step_s)
 
-    def _complain(self, reason: str | None) -> None:
+    def _complain(self, reason: str | None, *, rejected: bool = False) -> None:
         if reason is None or reason != self._complaint:
             self._complained = None
-        self._complaint = reason
+        self._complaint, self._rejected = reason, rejected
 
     def _let_complaint_go(self, state: DashboardState, now_s: float) -> None:
         if self._complaint is None:
@@ -354,7 +357,7 @@ class Dashboard(ipywidgets.Box):
 
     def _memory_command(self, name: str, /, **values: Any) -> None:
         if name == "profile":
-            self._carry_out(lambda source: source.profile_next_step())
+            self._carry_out(lambda source: source.profile_next_step(), "profile_next_step")
         elif name == "dismiss":
             self._carry_out(lambda source: source.clear_out_of_memory())
         elif name == "show":
@@ -364,13 +367,14 @@ class Dashboard(ipywidgets.Box):
 
     def _panel_command(self, name: str, /, **values: Any) -> None:
         if name == "sample":
-            self._carry_out(lambda source: source.count_gradients())
+            self._carry_out(lambda source: source.count_gradients(), "count_gradients")
         elif name == "every":
-            self._carry_out(lambda source: source.count_gradients(every=values["steps"]))
+            self._carry_out(lambda source: source.count_gradients(every=values["steps"]), "count_gradients")
         elif name == "automatic":
             self._carry_out(lambda source: setattr(source, "check_changes", values["on"]))
         else:
-            self._carry_out(lambda source: source.inspect(_KINDS[name]))
+            kind = _KINDS[name]
+            self._carry_out(lambda source: source.inspect(kind), kind)
 
     def _select_tab(self, name: Tab) -> None:
         with self._lock:
@@ -388,7 +392,8 @@ class Dashboard(ipywidgets.Box):
         else:
             self._pressed = command, now_s
 
-    def _carry_out(self, act: Callable[[Controlled], object]) -> None:
+    def _carry_out(self, act: Callable[[Controlled], object], what: str = "") -> None:
+        """Act; what hinders it is shown as why a request was rejected, or as why this was not done: see `not_done_text`."""
         source = self._source
         if source is None:
             return
@@ -400,7 +405,9 @@ class Dashboard(ipywidgets.Box):
         except Exception as error:  # a callback's traceback would go to a log that nobody reads
             complaint = f"{type(error).__name__}: {error}"
         self._complained = None
-        self._complain(complaint)
+        if complaint is not None and what:
+            complaint = not_done_text(what, complaint)
+        self._complain(complaint, rejected=not what)
         with self._lock:
             self._refresh()
         self._refresher.wake()

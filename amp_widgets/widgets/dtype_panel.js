@@ -1,6 +1,3 @@
-const ROW_PX = 24;
-const ROWS_AROUND = 12; // beyond what is in sight
-const FILTER_REST_MS = 250;
 const MODEL_ORDER = "layer";
 const EXPLANATION =
   "Autocast decides for every operator anew: matrix products and convolutions get their inputs cast to fp16 or bf16 (the lower-precision list), " +
@@ -27,14 +24,6 @@ const TABLE_COLUMNS = [
 ];
 const FORMATS = new Set(["fp32", "fp16", "bf16", "fp64"]);
 
-function sizeText(bytes) {
-  if (bytes < 1000) return `${bytes.toFixed(0)} B`;
-  let unit = 0;
-  for (bytes /= 1000; bytes >= 999.5 && unit < 3; bytes /= 1000) unit++;
-  const digits = bytes >= 99.95 ? 0 : bytes >= 9.995 ? 1 : 2;
-  return `${bytes.toFixed(digits)} ${["kB", "MB", "GB", "TB"][unit]}`;
-}
-
 /** By which colour a format is told, beside its name. */
 function toneOf(format) {
   if (format === "") return "none";
@@ -43,63 +32,6 @@ function toneOf(format) {
 
 function chip(format) {
   return h("span", { class: "ampw-format", "data-format": toneOf(format) }, format);
-}
-
-/** Rows of one height in a scrolled view, of which only those in sight and some around are in the page. */
-function virtualRows(view, make, spacer) {
-  let order = [];
-  const made = new Map(); // position → its row
-  const [above, below] = [spacer(), spacer()];
-  const draw = () => {
-    const first = Math.max(0, Math.floor(view.scrollTop / ROW_PX) - ROWS_AROUND);
-    const last = Math.min(order.length, Math.ceil((view.scrollTop + (view.clientHeight || 384)) / ROW_PX) + ROWS_AROUND);
-    const wanted = order.slice(first, last);
-    const keep = new Set(wanted);
-    for (const [position, row] of made) {
-      if (keep.has(position)) continue;
-      if (row.element.contains(document.activeElement)) view.focus({ preventScroll: true });
-      row.element.remove();
-      made.delete(position);
-    }
-    let before = above.element;
-    wanted.forEach((position, i) => {
-      if (!made.has(position)) made.set(position, make(position, first + i));
-      const { element } = made.get(position);
-      if (before.nextSibling !== element) before.after(element);
-      before = element;
-    });
-    above.setHeight(first * ROW_PX);
-    below.setHeight(Math.max(0, order.length - last) * ROW_PX);
-  };
-  view.addEventListener("scroll", draw, { passive: true });
-  const size = new ResizeObserver(draw);
-  size.observe(view);
-  return {
-    ends: [above.element, below.element],
-    made,
-    draw,
-    put(positions, keepPlace) {
-      const top = keepPlace ? view.scrollTop : 0;
-      for (const row of made.values()) row.element.remove();
-      made.clear();
-      order = positions;
-      below.setHeight(order.length * ROW_PX); // without rows there would be nothing to be scrolled
-      view.scrollTop = top;
-      draw();
-    },
-    remove: () => size.disconnect(),
-  };
-}
-
-function rowSpacer() {
-  const cell = h("td", { colspan: TABLE_COLUMNS.length });
-  const element = h("tr", { "aria-hidden": "true" }, cell);
-  return { element, setHeight: (px) => { cell.style.height = `${px}px`; element.hidden = px === 0; } };
-}
-
-function listSpacer() {
-  const element = h("li", { "aria-hidden": "true" });
-  return { element, setHeight: (px) => { element.style.height = `${px}px`; element.hidden = px === 0; } };
 }
 
 export default {
@@ -120,69 +52,32 @@ export default {
     const legend = h("div", { class: "ampw-legend" }, h("span", { id: treeId }, "Keep in FP32"), h("span", { class: "ampw-dim" }, "the ticked layers"));
 
     // the table
-    const filterId = uid();
-    let rest;
-    const filter = h("input", {
-      type: "text", id: filterId, placeholder: "layers.*.mlp", autocomplete: "off", spellcheck: "false",
-      title: "Part of a layer's name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.",
-      oninput: () => { clearTimeout(rest); rest = setTimeout(applyFilter, FILTER_REST_MS); },
-      onkeydown: (event) => {
-        if (event.key === "Escape") filter.value = "";
-        if (event.key === "Escape" || (event.key === "Enter" && !event.shiftKey)) applyFilter();
-      },
-    });
-    const applyFilter = () => {
-      clearTimeout(rest);
-      if (filter.value.trim() !== model.get("pattern")) asked.ask({ filter: filter.value });
-    };
-    const headers = new Map();
-    const head = h("tr");
-    for (const [column, label, title, , number] of TABLE_COLUMNS) {
-      const arrow = h("span", { class: "ampw-arrow", "aria-hidden": "true" });
-      const button = h("button", { type: "button", title, onclick: () => sortBy(column) }, label, arrow);
-      const cell = h("th", { scope: "col", class: number ? "ampw-number" : "", "aria-sort": "none" }, button);
-      headers.set(column, { cell, arrow });
-      head.append(cell);
-    }
-    const lines = h("tbody");
-    const table = h("table", { "aria-labelledby": titleId }, h("thead", {}, head), lines);
-    const view = h("div", { class: "ampw-scroll", tabindex: "0", role: "region", "aria-labelledby": titleId }, table);
+    const filter = filterField(
+      model, (message) => asked.ask(message),
+      "Part of a layer's name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.");
+    const heads = sortHeads(TABLE_COLUMNS.map(([column, label, title, , number]) => [column, label, title, number]), MODEL_ORDER, false, () => arrange(false));
+    const { view, table, lines } = scrolledTable(titleId, ...heads.cells);
     const nothing = h("p", { class: "ampw-sentence", hidden: true });
 
     const halves = h("div", { class: "ampw-halves" },
       h("div", { class: "ampw-half-tree" }, legend, treeView),
-      h("div", { class: "ampw-half-table" }, h("div", { class: "ampw-pattern" }, h("label", { for: filterId }, "Filter"), filter), view, nothing));
+      h("div", { class: "ampw-half-table" }, filter.element, view, nothing));
     body.append(h("div", { class: "ampw-choices" }, take, sentence), whyNot, stale, explained, halves);
 
     let rows = null;
     let layers = null;
     let matching = null;
     let order = [];
-    let column = MODEL_ORDER;
-    let descending = false;
     let ticked = new Set();
     let inForce = new Set();
 
-    const sortBy = (chosen) => {
-      const number = TABLE_COLUMNS.find(([name]) => name === chosen)[4];
-      if (chosen === column) descending = !descending;
-      else [column, descending] = [chosen, number];
-      arrange(false);
-    };
-
     const arrange = (keepPlace) => {
       const positions = matching ?? rows.map((_, i) => i);
-      const at = TABLE_COLUMNS.find(([name]) => name === column)[3];
-      const sign = descending ? -1 : 1;
-      const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
-      if (column === MODEL_ORDER) order = descending ? [...positions].reverse() : positions;
-      else order = [...positions].sort((i, j) => sign * compare(rows[i][at], rows[j][at]) || i - j);
-      for (const [name, { cell, arrow }] of headers) {
-        const here = name === column;
-        cell.setAttribute("aria-sort", here ? (descending ? "descending" : "ascending") : "none");
-        arrow.textContent = here ? (descending ? "▼" : "▲") : "";
-      }
-      headers.get("cuda").cell.hidden = !model.get("predicts");
+      const at = TABLE_COLUMNS.find(([name]) => name === heads.column())[3];
+      if (heads.column() === MODEL_ORDER) order = heads.descending() ? [...positions].reverse() : positions;
+      else order = sortedBy(positions, (i) => rows[i][at], heads.descending());
+      heads.draw();
+      heads.cell("cuda").hidden = !model.get("predicts");
       table.setAttribute("aria-rowcount", order.length + 1);
       operators.put(order, keepPlace);
     };
@@ -203,46 +98,24 @@ export default {
       if (model.get("predicts")) element.append(h("td", { class: "ampw-why-cell" }, cuda));
       return { element };
     };
-    const operators = virtualRows(view, operatorRow, rowSpacer);
+    const operators = virtualRows(view, operatorRow, rowSpacer(TABLE_COLUMNS.length));
     lines.append(...operators.ends);
 
     const layerRow = (position) => {
-      const [name, type, formats, reason] = layers[position];
+      const [name, type, formats, whyNot] = layers[position];
       const parts = name.split(".");
-      const box = h("input", {
-        type: "checkbox", "aria-label": `keep ${name} in FP32`,
-        onchange: () => asked.ask({ layer: name, on: box.checked }, { [name]: box.checked }),
-      });
+      const box = tickBox(name, `keep ${name} in FP32`, asked.ask);
       const button = h("button", {
         type: "button", class: "ampw-name", title: `${name} (${type}): show its operators`, style: `padding-left: ${12 * (parts.length - 1)}px`,
-        onclick: () => { filter.value = /[*?[\s,]/.test(name) || !layers.some(([other]) => other.startsWith(`${name}.`)) ? name : `${name}.**`; applyFilter(); },
+        onclick: () => filter.set(/[*?[\s,]/.test(name) || !layers.some(([other]) => other.startsWith(`${name}.`)) ? name : `${name}.**`),
       }, parts.at(-1), h("span", { class: "ampw-type-dim" }, type));
       const element = h("li", { class: `ampw-list-row${formats.length ? "" : " ampw-not-called"}` }, box, button, h("span", { class: "ampw-formats" }, ...formats.map(chip)));
-      return { element, box, name, reason };
+      return { element, box, name, whyNot };
     };
-    const tree = virtualRows(treeView, layerRow, listSpacer);
+    const drawTicks = () => drawTickBoxes(tree.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+    const tree = virtualRows(treeView, layerRow, listSpacer, drawTicks);
     list.append(...tree.ends);
-
-    const drawTicks = () => {
-      const locked = asked.locked();
-      for (const [position, { box, name, reason, element }] of tree.made) {
-        box.checked = asked.value(name, ticked.has(position));
-        const disabled = locked || reason !== "";
-        if (box.disabled !== disabled) box.disabled = disabled;
-        box.title = reason || `Keep ${name} in FP32`;
-        element.classList.toggle("ampw-changed", box.checked !== inForce.has(position));
-      }
-    };
-    treeView.addEventListener("scroll", () => drawTicks(), { passive: true });
-    list.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-      if (!step || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey || event.target.type !== "checkbox") return;
-      const boxes = [...list.querySelectorAll("input:enabled")];
-      const next = boxes[boxes.indexOf(event.target) + step];
-      event.preventDefault();
-      next?.focus();
-      next?.closest("li").scrollIntoView({ block: "nearest" });
-    });
+    arrowsBetweenBoxes(list);
 
     const draw = () => {
       ticked = new Set(model.get("requested"));
@@ -258,8 +131,7 @@ export default {
         matching = model.get("matching");
         arrange(!same);
       }
-      if (document.activeElement !== filter && filter.value.trim() !== model.get("pattern")) filter.value = model.get("pattern");
-      filter.disabled = asked.locked(); // the names are matched in the kernel
+      filter.draw(asked.locked());
       drawTicks();
       const waits = model.get("pending") || asked.value("map", false);
       take.disabled = asked.locked() || waits || !model.get("available");
@@ -271,14 +143,13 @@ export default {
       view.hidden = !order.length;
       setText(nothing, order.length ? "" : rows.length ? `No layer with an operator matches ${model.get("pattern")}` : "No map was taken yet. What is listed then: every operator of a step, its format and its casts");
       setText(summary, !rows.length ? "" : matching ? `${order.length} of ${rows.length} rows` : `${rows.length} rows`);
-      const differs = ticked.size !== inForce.size || [...ticked].some((position) => !inForce.has(position));
-      setWaiting(differs || asked.waits());
+      setWaiting(!sameSets(ticked, inForce) || asked.waits());
     };
     const asked = asking(model, el, showLost, draw);
     model.on("change", draw);
     draw();
     return () => {
-      clearTimeout(rest);
+      filter.remove();
       operators.remove();
       tree.remove();
       remove();

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import traitlets
 
 from amp_widgets.core.settings import Settings
-from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.layer_table import matches
 from amp_widgets.widgets.state import DashboardState
-from amp_widgets.widgets.text import bytes_text
+from amp_widgets.widgets.text import bytes_text, not_done_text
+from amp_widgets.widgets.ticks import with_tick
 
 if TYPE_CHECKING:
     from amp_widgets.analysis.dtype_map import DtypeMap, OperatorDtypes
@@ -61,8 +61,8 @@ class DtypePanel(Control):
         What to show first.
     """
 
-    _esm = page_script("dtype_panel")
-    _css = Control._css + "".join((Path(__file__).parent / name).read_text("utf-8") for name in ("memory.css", "dtype_panel.css"))
+    _esm = page_script("dtype_panel", "virtual_table")
+    _css = page_style("memory", "virtual_table", "dtype_panel")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each operator what `_row` says.").tag(sync=True)
     layers: traitlets.List[Any] = traitlets.List(help="Of each layer what `_layer` says.").tag(sync=True)
@@ -97,7 +97,7 @@ class DtypePanel(Control):
 
     def show(self, state: DtypeState) -> None:
         """Show this map; nothing is sent when it is what is shown."""
-        why_not = "" if state.why_not is None else f"No new map could be taken: {state.why_not}"
+        why_not = "" if state.why_not is None else not_done_text("dtype_map", state.why_not)
         if not state.available and state.why_not_available:
             why_not = f"No map can be taken here: {state.why_not_available}"
         values: dict[str, Any] = {"pending": state.pending, "available": state.available, "why_not": why_not}
@@ -135,9 +135,8 @@ class DtypePanel(Control):
                 pattern = str(pattern).strip()
                 self._put({"pattern": pattern, "matching": self._matching(pattern)})
             case {"layer": name, "on": on}:
-                wanted = {one for one in self._wanted if one != name} | ({str(name)} if on else set())
                 order = {layer: i for i, layer in enumerate(self._names)}
-                names = tuple(sorted(wanted, key=lambda one: (order.get(one, len(order)), one)))
+                names = with_tick(self._wanted, str(name), bool(on), order)
                 if names != self._wanted:
                     self._request(fp32_layers=names)
 

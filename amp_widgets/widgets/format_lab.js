@@ -4,6 +4,9 @@ const FORMAT_LAB_TEXT =
   + "the nearer one (of two equally near, the even one). Below the smallest normal number the steps stay as wide as they are there, so "
   + "that bits are lost one by one (subnormal), until nothing is left (underflow to zero); what is too large overflows. Type a number, "
   + "drag its exponent, or click a bit to flip it: every format then shows the same number.";
+const FORMAT_LAB_EXAMPLES =
+  "The buttons below are examples: 1234.56 fits into four digits before the point and two after it, 0.0001 becomes zero there, and 1234567 does not fit. "
+  + "2e-5 times 1000 is 0.02, which fp16 keeps well: scale, store, unscale. fp16 still stores 2e-7, as a subnormal with few bits left, and 2e-8 is flushed to zero.";
 
 export default {
   render({ model, el }) {
@@ -273,6 +276,7 @@ export default {
 
     body.append(
       h("p", { class: "ampw-dim ampw-explained" }, FORMAT_LAB_TEXT),
+      h("p", { class: "ampw-dim ampw-explained" }, FORMAT_LAB_EXAMPLES),
       h("div", { class: "ampw-line-of-fields" }, number.label, number.input, float64, h("span", { class: "ampw-slide" }, exponent.label, exponent.input, exponent.readout)),
       number.problem, presets,
       h("div", { class: "ampw-scroll-free" }, h("div", { class: "ampw-line-of-fields ampw-above-table" }, legend, h("span", { class: "ampw-parameters-of" },

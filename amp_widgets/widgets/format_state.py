@@ -131,6 +131,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "65519.99": {"value": 65519.99, "text": "65519.99"},
     "65520": {"value": 65520.0, "text": "65520"},
     "1234.56 (4+2 digits)": {"value": 1234.56, "text": "1234.56", "digits": (4, 2)},
+    "0.0001 (4+2 digits)": {"value": 0.0001, "text": "0.0001", "digits": (4, 2)},
+    "1234567 (4+2 digits)": {"value": 1234567.0, "text": "1234567", "digits": (4, 2)},
 }
 """Button → what it sets."""
 

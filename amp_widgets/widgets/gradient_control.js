@@ -51,6 +51,7 @@ export default {
       h("p", { class: "ampw-sentence ampw-explained" }, model.get("explanation")),
       h("p", { class: "ampw-sentence ampw-explained" }, model.get("example")),
       h("div", { class: "ampw-choices" }, sample, h("span", { class: "ampw-tick" }, every, everyLabel), whyNot, measured),
+      h("details", { class: "ampw-explained" }, h("summary", {}, "Why steps are skipped"), ...model.get("skips_explained").map((text) => h("p", {}, text))),
       trouble, whatIf);
 
     const drawUse = (exponent) => {

@@ -25,6 +25,16 @@ EXAMPLE = (
     "most gradients bits are lost. Switch loss scaling off and sample again: now it is so. With a loss 100,000 times smaller, as "
     "a mean over very many numbers can be, hardly anything but zeros would be left then, and the model would learn no more."
 )
+SKIPS_EXPLAINED = (
+    "A step is skipped when a gradient is inf or NaN: the weights stay as they were, and the loss scale is halved. A skip now "
+    "and then is how the largest scale that fits is found. Skips in a row are told together: the scales, the parameter in which "
+    "the backward pass met inf or NaN first, and whether the loss itself was so already, which no scale can help. Skips that do "
+    "not end, and a scale that falls below 1 or grows without bound, get a sentence with the likely cause."
+)
+SKIPS_EXAMPLE = (
+    "In the digits demo: choose fp16, set the initial scale to 2^40 and press Start. Some 20 steps are skipped until the scale "
+    "has come down to about 2^18; the first overflow is in head.weight, where the backward pass begins."
+)
 MOST_SKIPS = 5
 MANY_ZEROS, NEARLY_ALL = 0.5, 0.9
 """Above the first share, zeros are the news; above the other, those that are left tell nothing of those that were."""
@@ -45,6 +55,7 @@ class GradientControl(Control):
 
     explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
     example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    skips_explained: traitlets.List[Any] = traitlets.List([SKIPS_EXPLAINED, SKIPS_EXAMPLE]).tag(sync=True)
     sampled = traitlets.Bool(False, help="Whether there is a step to be shown.").tag(sync=True)
     exponent = traitlets.Int(0, help="The scale that is shown, as a power of two.").tag(sync=True)
     measured = traitlets.Unicode(help="The scale that the sampled step had.").tag(sync=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import traitlets
 
 from amp_widgets.analysis.gradients import GradientRange, LayerRange, Shares, percent
-from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
 MOST_ROWS = 60
@@ -20,8 +19,8 @@ LOST_SHARE = 0.01
 class GradientTable(Control):
     """The layers of a sampled step; asks ``request(pattern=text)`` for a filter."""
 
-    _esm = page_script("gradient_table")
-    _css = Control._css + (Path(__file__).parent / "gradient.css").read_text(encoding="utf-8")
+    _esm = page_script("gradient_table", "virtual_table")
+    _css = page_style("virtual_table", "gradient")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
     summary = traitlets.Unicode().tag(sync=True)

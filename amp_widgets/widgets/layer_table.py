@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import traitlets
 
 from amp_widgets.core import layers as core_layers
-from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.ticks import with_tick
 
 
 class LayerProfileLike(Protocol):
@@ -61,8 +61,8 @@ class LayerTable(Control):
     numbers of a step.
     """
 
-    _esm = page_script("layer_table")
-    _css = Control._css + (Path(__file__).parent / "memory.css").read_text(encoding="utf-8")
+    _esm = page_script("layer_table", "virtual_table")
+    _css = page_style("memory", "virtual_table")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
     whole = traitlets.Int(-1, help="Position in `rows` of the model itself; -1: it is not there.").tag(sync=True)
@@ -139,10 +139,8 @@ class LayerTable(Control):
             pattern = str(message["filter"]).strip()
             self._put({"pattern": pattern, "matching": self._matching(pattern)})
         elif "layer" in message and self._state is not None:
-            name, on = str(message["layer"]), bool(message["on"])
             before = tuple(self._state.requested("checkpointed"))
-            wanted = {one for one in before if one != name} | ({name} if on else set())
-            names = tuple(sorted(wanted, key=lambda one: self._order.get(one, len(self._order))))
+            names = with_tick(before, str(message["layer"]), bool(message["on"]), self._order)
             if names != before:
                 self._request(checkpointed=names)
 

@@ -10,17 +10,20 @@ import ipywidgets
 from amp_widgets import kernel
 from amp_widgets.analysis.dtype_map import DtypeMap
 from amp_widgets.analysis.inspections import Inspection, InspectionKind
-from amp_widgets.widgets.checks_panel import ChecksPanel, ChecksState
+from amp_widgets.widgets.checks_panel import ChecksState
+from amp_widgets.widgets.checks_tab import ChecksTab
 from amp_widgets.widgets.dtype_panel import DtypePanel, DtypeState
 from amp_widgets.widgets.gradient_panel import GradientPanel
 from amp_widgets.widgets.gradient_source import GradientSource
 from amp_widgets.widgets.memory_panel import MemoryPanel
+from amp_widgets.widgets.precision_panel import KINDS, PrecisionState
 from amp_widgets.widgets.state import Controlled, DashboardState
 from amp_widgets.widgets.tab_bar import TabBar
+from amp_widgets.widgets.text import not_done_text
 
 Tab = Literal["memory", "gradients", "formats", "checks"]
 TABS: tuple[Tab, ...] = get_args(Tab)
-Panel = MemoryPanel | GradientPanel | DtypePanel | ChecksPanel
+Panel = MemoryPanel | GradientPanel | DtypePanel | ChecksTab
 AnyPanel = TypeVar("AnyPanel", bound=Panel)
 
 
@@ -90,7 +93,7 @@ class Panels(ipywidgets.Box):
         Returns
         -------
         str or None
-            Why what was asked for could not be made, once.
+            That what was asked for could not be made, and why, once.
         """
         found = None
         for name in [*self._panels] if everything else [self.shown]:
@@ -102,17 +105,17 @@ class Panels(ipywidgets.Box):
                     taken = source.inspection("dtype_map")
                     panel.show(_dtype_state(taken, source.why_no_batch))
                     found = self._news("dtype_map", taken) or found
-                case ChecksPanel() as panel:
+                case ChecksTab() as panel:
                     check, preflight = source.inspection("check"), source.inspection("preflight")
+                    why_no_batch = source.why_no_batch
+                    costs = {reference: source.inspection(kind) for reference, kind in KINDS.items()}
                     panel.show(
-                        ChecksState(
-                            check=check,
-                            preflight=preflight,
-                            automatic=source.check_changes,
-                            why_no_batch=source.why_no_batch,
-                        )
+                        ChecksState(check=check, preflight=preflight, automatic=source.check_changes, why_no_batch=why_no_batch),
+                        PrecisionState(**costs, why_no_batch=why_no_batch),
                     )
                     found = self._news("check", check) or self._news("preflight", preflight) or found
+                    for reference, kind in KINDS.items():
+                        found = self._news(kind, costs[reference]) or found
         return found
 
     def lock(self) -> None:
@@ -143,16 +146,18 @@ class Panels(ipywidgets.Box):
         elif name == "formats":
             panel = DtypePanel(self._command, self._request, dashboard=self._dashboard)
         else:
-            panel = ChecksPanel(self._command)
+            panel = ChecksTab(self._command, self._request, self._dashboard)
         for widget in _widgets_of(panel):
             kernel.answer_where_asked(widget.comm)
         return _in_tab(panel, name)
 
     def _news(self, kind: InspectionKind, now: Inspection) -> str | None:
-        """Why it could not be made, if that is not known yet."""
+        """That it could not be made, and why, if that was not told yet."""
         before = self._told.get(kind)
         self._told[kind] = now
-        return now.why_not if now is not before and not now.pending else None
+        if now is before or now.pending or now.why_not is None:
+            return None
+        return not_done_text(kind, now.why_not)
 
     def __repr__(self) -> str:
         return f"<amp_widgets panels: {self.shown} is shown>"
@@ -173,7 +178,7 @@ def _dtype_state(taken: Inspection, why_no_batch: str | None) -> DtypeState:
     return DtypeState(
         map=taken.result if isinstance(taken.result, DtypeMap) else None,
         pending=taken.pending,
-        why_not=None if taken.why_not is None else taken.why_not.removeprefix("dtype_map: "),
+        why_not=taken.why_not,
         available=why_no_batch is None,
         why_not_available="" if why_no_batch is None else why_no_batch,
     )

@@ -47,6 +47,8 @@ class DashboardState:
         The live loss scale; None while the loss is not scaled.
     last_rejection
         Why the last request was rejected, or None.
+    complaint
+        What else could not be done or shown, as a sentence of its own, or None.
     error
         The last lines of the traceback that ended a run, or None.
     step_s, steps_per_s, samples_per_s, loss, skipped_steps
@@ -70,6 +72,7 @@ class DashboardState:
     torch_version: str = ""
     scale: float | None = None
     last_rejection: str | None = None
+    complaint: str | None = None
     error: str | None = None
     step_s: float = math.nan
     steps_per_s: float = math.nan

@@ -10,13 +10,14 @@ export default {
     const inForce = h("span", {});
     const waiting = h("span", { class: "ampw-chip", role: "status" });
     const rejection = h("p", { class: "ampw-rejection", role: "alert" });
+    const complaint = h("p", { class: "ampw-rejection ampw-complaint", role: "alert" });
     const error = h("pre", { class: "ampw-error", role: "alert", tabindex: "0", "aria-label": "Error" });
     const notes = h("ul", { class: "ampw-notes" });
     const cells = [];
     el.append(h("section", { class: "ampw-status", "aria-label": "Status" },
       h("div", { class: "ampw-top" }, word, numbers),
       h("div", { class: "ampw-line" }, label, inForce, waiting, machine),
-      rejection, error, notes));
+      rejection, complaint, error, notes));
 
     const draw = () => {
       setText(word, kernel.lost() ? "no kernel" : model.get("word"));
@@ -41,6 +42,7 @@ export default {
       setText(waiting, waits && `waiting for the next step: ${waits}`);
       const reason = model.get("rejection");
       setText(rejection, reason && `Rejected: ${reason}`);
+      setText(complaint, model.get("complaint"));
       setText(error, model.get("error"));
       const sentences = kernel.lost() ? [LOST_SENTENCE, ...model.get("notes")] : model.get("notes");
       if (JSON.stringify(sentences) !== notes.dataset.drawn) {

@@ -15,7 +15,8 @@ from amp_widgets.widgets.text import UNKNOWN, bytes_text, in_force_text, loss_te
 
 
 class StatusLine(Control):
-    """State, step, speed, memory, what is in force and what waits, why a request was rejected, and the end of an error.
+    """State, step, speed, memory, what is in force and what waits, why a request was rejected, what
+    else could not be done, and the end of an error.
 
     It asks for nothing. Everything is sent as text, and the page makes text of it.
 
@@ -39,7 +40,8 @@ class StatusLine(Control):
     in_force_label = traitlets.Unicode("In force").tag(sync=True)
     in_force = traitlets.Unicode().tag(sync=True)
     waiting = traitlets.Unicode().tag(sync=True)
-    rejection = traitlets.Unicode().tag(sync=True)
+    rejection = traitlets.Unicode(help="Why a request was rejected.").tag(sync=True)
+    complaint = traitlets.Unicode(help="What else could not be done or shown, a whole sentence.").tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
     notes: traitlets.List[Any] = traitlets.List().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
@@ -72,6 +74,7 @@ class StatusLine(Control):
             "in_force": in_force_text(state),
             "waiting": describe_changes(state.waiting),
             "rejection": state.last_rejection or "",
+            "complaint": state.complaint or "",
             "error": state.error or "",
             "notes": list(state.notes),
         }

@@ -106,6 +106,33 @@ def in_force_text(state: DashboardState) -> str:
     return f"{settings.autocast} · {scale} · {layers}{kept}"
 
 
+def not_done_text(what: str, why_not: str) -> str:
+    """That something was not done, and why; without the name of a function, with which errors begin.
+
+    Parameters
+    ----------
+    what
+        A kind of inspection, or the name of what the session was asked to do.
+
+    >>> not_done_text("check", "check: the model is compiled")
+    'Check not run: the model is compiled'
+    """
+    name, colon, reason = why_not.partition(": ")
+    known = name in _NOT_DONE or name in ("inspect", "precision_cost")
+    return f"{_NOT_DONE[what]}: {reason if colon and known else why_not}"
+
+
+_NOT_DONE = {
+    "check": "Check not run",
+    "preflight": "Preflight not run",
+    "dtype_map": "Map not taken",
+    "precision": "Precision not measured",
+    "precision_fp64": "Precision not measured",
+    "count_gradients": "Gradients not sampled",
+    "profile_next_step": "Step not profiled",
+}
+
+
 def _three_digits(value: float) -> str:
     if abs(value) >= 99.95:
         return f"{value:,.0f}"

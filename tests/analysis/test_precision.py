@@ -185,6 +185,17 @@ def test_checkpointed_layers_stay_and_count_once(attach: Any, untouched: Untouch
     assert ticked.layer("1.0", "bf16").calls == 1
 
 
+def test_a_layer_kept_in_fp32_is_exact_and_errors_begin_behind_it(attach: Any) -> None:
+    session = attach(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3)), fp32_layers=["0"])
+    report = precision_cost(session, batch(), cross_entropy)
+    assert report.fp32_layers == ("0",)
+    for name in HALVES:
+        errors = [report.layer(layer, name).output_error for layer in ("0", "1", "2")]
+        assert errors[0] == 0
+        assert min(errors[1:]) > 0
+    assert report.sentences == tuple(repr(report).splitlines()[-2:])
+
+
 def test_parameters_belong_to_the_layer_they_are_in(attach: Any) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -309,7 +309,7 @@ def test_a_session_that_cannot_be_read_is_no_end(make, session_of, clock: Clock,
     with monkeypatch.context() as patch:
         patch.setattr(session, "dashboard_state", broken)
         assert dashboard.tick() is not None
-    assert "the session cannot be shown: ZeroDivisionError: of all things" in part(dashboard, StatusLine).rejection
+    assert "The session cannot be shown: ZeroDivisionError: of all things" in part(dashboard, StatusLine).complaint
     clock.pass_(1)
     session.put(run="paused")
     dashboard.tick()
@@ -581,7 +581,7 @@ def test_no_picture_without_display_and_a_failing_one_is_said(make, session_of, 
         train(session, 1)
         clock.pass_(10.0)
         dashboard.tick()
-    assert "the picture for the notebook cannot be drawn: ZeroDivisionError" in part(dashboard, StatusLine).rejection
+    assert "The picture for the notebook cannot be drawn: ZeroDivisionError" in part(dashboard, StatusLine).complaint
 
 
 def test_shown_in_outputs_that_are_there_its_picture_stays_in_the_second(

@@ -154,7 +154,7 @@ def test_what_the_session_refuses_is_shown(make, session_of, monkeypatch) -> Non
 
     monkeypatch.setattr(session, "profile_next_step", refuse)
     say(dashboard, profile=True)
-    assert part(dashboard, StatusLine).rejection == "profile_next_step: the session was closed"
+    assert part(dashboard, StatusLine).complaint == "Step not profiled: the session was closed"
 
 
 def test_why_a_step_was_not_profiled_is_shown(make, session_of, now) -> None:
@@ -281,7 +281,7 @@ def test_a_profile_that_cannot_be_drawn_is_said_once_and_the_rest_goes_on(make, 
     for _ in range(5):
         tick(dashboard, now, 1.0)
     status = part(dashboard, StatusLine)
-    assert status.rejection == "the memory within a step cannot be shown: ValueError: no such kind"
+    assert status.complaint == "The memory within a step cannot be shown: ValueError: no such kind"
     assert status.numbers[0][1] == "7"
     assert len(tries) == 1
 

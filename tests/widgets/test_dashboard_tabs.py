@@ -14,6 +14,7 @@ from ipywidgets.widgets.widget import _instances as REGISTRY
 
 from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.analysis.parity import ParityReport
+from amp_widgets.analysis.precision import LayerPrecision, PrecisionReport
 from amp_widgets.analysis.preflight import Finding, Findings
 from amp_widgets.core.gradient_probe import BUCKETS, CountedGradients, GradientCounts
 from amp_widgets.core.history import Event
@@ -21,6 +22,7 @@ from amp_widgets.core.overflow_probe import SkipNote
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import SessionClosedError
 from amp_widgets.widgets.checks_panel import ChecksPanel
+from amp_widgets.widgets.checks_tab import ChecksTab
 from amp_widgets.widgets.dashboard import Dashboard
 from amp_widgets.widgets.dtype_panel import DtypePanel
 from amp_widgets.widgets.gradient_control import GradientControl
@@ -30,6 +32,7 @@ from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.memory_control import MemoryControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.panels import TABS
+from amp_widgets.widgets.precision_panel import PrecisionPanel
 from amp_widgets.widgets.status_line import StatusLine
 from amp_widgets.widgets.tab_bar import TabBar
 from tests.charts.gpt_step import dead_step, gpt_step
@@ -52,6 +55,19 @@ def report(**changes: Any) -> ParityReport:
         "reference_loss": 1.0, "compared": {"gradient": 4},
     }  # fmt: skip
     return ParityReport(**(given | changes))
+
+
+def precision(**changes: Any) -> PrecisionReport:
+    given: dict[str, Any] = {
+        "layers": (
+            LayerPrecision(
+                name="head", type="Linear", format="bf16", calls=1, output_error=1e-2, gradient_error=2e-2, parameter_error=3e-2,
+                nonfinite=0,
+            ),
+        ),
+        "reference": "fp32", "loss_errors": {"bf16": 1e-3}, "scales": {"bf16": 1.0}, "skipped": {},
+    }  # fmt: skip
+    return PrecisionReport(**(given | changes))
 
 
 @pytest.fixture
@@ -99,7 +115,7 @@ def test_memory_is_shown_first_and_the_others_are_not_there_until_they_are_chose
     bar = part(dashboard, TabBar)
     assert [label for _, label in bar.tabs] == ["Memory", "Gradients", "Formats", "Checks"]
     assert bar.selected == "memory"
-    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksPanel}
+    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksTab}
     for name, kind in kinds.items():
         assert parts(dashboard, kind) == []
         say(dashboard, TabBar, tab=name)
@@ -214,18 +230,24 @@ def test_closing_frees_every_widget_the_session_and_what_was_shown(session_of, c
     session.probes.gradients.counts = (counted,)
     session.inspections["dtype_map"] = Inspection(result=taken)
     session.inspections["check"] = Inspection(result=report())
+    measured = precision()
+    session.inspections["precision"] = Inspection(result=measured)
     dashboard = Dashboard(session, chart=chart_of(), live=False)
     for name in TABS:
         say(dashboard, TabBar, tab=name)
     kept = [
-        weakref.ref(one) for one in (dashboard, session, counted.rows[0].counts, part(dashboard, DtypePanel), dashboard._panels)
-    ]
+        weakref.ref(one)
+        for one in (
+            dashboard, session, counted.rows[0].counts, part(dashboard, DtypePanel), part(dashboard, PrecisionPanel),
+            dashboard._panels,
+        )
+    ]  # fmt: skip
     assert len({id(widget) for widget in dashboard.widgets()}) == len(list(dashboard.widgets()))
     dashboard.close()
     assert {type(REGISTRY[one]).__name__ for one in set(REGISTRY) - before} <= {"PlotlyAsset", "Layout"}
-    del dashboard, session, counted
+    del dashboard, session, counted, measured
     gc.collect()
-    assert [one() for one in kept] == [None] * 5
+    assert [one() for one in kept] == [None] * 6
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------------
@@ -260,7 +282,7 @@ def test_what_the_session_refuses_is_in_the_status_line(make, session_of, monkey
 
     monkeypatch.setattr(session, "count_gradients", refuse)
     say(dashboard, GradientControl, sample=True)
-    assert part(dashboard, StatusLine).rejection == "count_gradients: this session was closed"
+    assert part(dashboard, StatusLine).complaint == "Gradients not sampled: this session was closed"
 
 
 def test_what_cannot_be_shown_is_said_and_the_rest_goes_on(make, session_of, now, monkeypatch) -> None:
@@ -271,7 +293,8 @@ def test_what_cannot_be_shown_is_said_and_the_rest_goes_on(make, session_of, now
     session.put(step=9)
     tick(dashboard, now)
     status = part(dashboard, StatusLine)
-    assert status.rejection == "what is in the tab cannot be shown: ZeroDivisionError: division by zero"
+    assert status.complaint == "What is in the tab cannot be shown: ZeroDivisionError: division by zero"
+    assert status.rejection == ""
     assert status.numbers[0][1] == "9"
 
 
@@ -400,12 +423,12 @@ def test_what_could_not_be_taken_is_in_the_panel_and_once_in_the_status_line(mak
     status = part(dashboard, StatusLine)
     session.inspections["dtype_map"] = Inspection(why_not="dtype_map: the model is compiled")
     tick(dashboard, now)
-    assert status.rejection == "dtype_map: the model is compiled"
-    assert "the model is compiled" in part(dashboard, DtypePanel).why_not
+    assert (status.complaint, status.rejection) == ("Map not taken: the model is compiled", "")
+    assert part(dashboard, DtypePanel).why_not == "Map not taken: the model is compiled"
     session.put(run="paused")
     tick(dashboard, now, 10.0)
     tick(dashboard, now, 10.0)
-    assert status.rejection == ""
+    assert status.complaint == ""
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
@@ -454,3 +477,65 @@ def test_other_messages_ask_for_nothing(make, session_of) -> None:
         say(dashboard, ChecksPanel, **message)
     assert session.asked == []
     assert not math.isnan(session.looks)
+
+
+# ---- precision ---------------------------------------------------------------------------------------------------------
+
+
+def test_precision_is_measured_shown_and_a_layer_kept_in_fp32(make, session_of, now) -> None:
+    session = session_of(run="running", layers=layers_of(MAP))
+    dashboard = make(session)
+    say(dashboard, TabBar, tab="checks")
+    panel = part(dashboard, PrecisionPanel)
+    say(dashboard, PrecisionPanel, measure=True)
+    assert (session.asked, panel.pending) == ([("inspect", {"kind": "precision"})], True)
+    say(dashboard, PrecisionPanel, measure=True)
+    assert len(session.asked) == 1  # it waits already
+    session.inspections["precision"] = Inspection(result=precision(), step=7)
+    tick(dashboard, now)
+    assert (panel.pending, panel.caption) == (False, "Relative errors against fp32, before step 7")
+    say(dashboard, PrecisionPanel, layer="head", on=True)
+    assert session.asked[-1] == ("widget", {"fp32_layers": ("head",)})
+    assert panel.requested == [0]  # it waits, and is shown at once
+    say(dashboard, PrecisionPanel, reference="fp64")
+    say(dashboard, PrecisionPanel, measure=True)
+    assert session.asked[-1] == ("inspect", {"kind": "precision_fp64"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("check", "check", "Check not run"), ("preflight", "preflight", "Preflight not run"),
+        ("precision", "precision_cost", "Precision not measured"), ("precision_fp64", "precision_fp64", "Precision not measured"),
+    ],
+)  # fmt: skip
+def test_what_was_not_made_is_no_rejection_and_is_told_once_and_beside_the_button(
+    make, session_of, now, kind: str, name: str, said: str
+) -> None:
+    session = session_of(run="running")
+    dashboard = make(session)
+    say(dashboard, TabBar, tab="checks")
+    status, checks, panel = (part(dashboard, one) for one in (StatusLine, ChecksPanel, PrecisionPanel))
+    if kind == "precision_fp64":
+        say(dashboard, PrecisionPanel, reference="fp64")
+    sentence = f"{said}: ValueError: {EVIL}"
+    session.inspections[kind] = Inspection(why_not=f"{name}: ValueError: {EVIL}")
+    tick(dashboard, now)
+    assert (status.complaint, status.rejection) == (sentence, "")
+    assert (panel.why_not if "precision" in kind else getattr(checks, kind)["why_not"]) == sentence
+    session.reject("init_scale: no")
+    tick(dashboard, now)
+    assert (status.complaint, status.rejection) == (sentence, "init_scale: no")  # one does not hide the other
+    session.put(run="paused")
+    tick(dashboard, now, 10.0)
+    assert status.complaint == ""
+
+
+def test_without_a_batch_precision_is_not_asked_for(make, session_of, now) -> None:
+    session = session_of()
+    session.why_no_batch = NO_BATCH
+    dashboard = make(session)
+    say(dashboard, TabBar, tab="checks")
+    say(dashboard, PrecisionPanel, measure=True)
+    assert session.asked == []
+    assert part(dashboard, PrecisionPanel).why_no_batch == f"To measure precision {NO_BATCH}."

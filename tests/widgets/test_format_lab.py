@@ -323,6 +323,24 @@ def test_examples(name: str) -> None:
     assert lab.digits == ([4, 2] if "digits" in name else [1, 1])
 
 
+def test_the_examples_of_the_tutorial_come_out_as_it_should_say() -> None:
+    lab = FormatLab()
+    for name, kind, stored, word in (
+        ("1234.56 (4+2 digits)", "fixed 4+2", "1234.56", "exact"),
+        ("0.0001 (4+2 digits)", "fixed 4+2", "0", "underflow to zero"),
+        ("1234567 (4+2 digits)", "fixed 4+2", "does not fit", "overflow"),
+        ("2e-7", "fp16", "1.78813934e-7", "subnormal"),
+        ("2e-8", "fp16", "0", "underflow to zero"),
+    ):
+        say(lab, preset=name)
+        shown = row(lab.rows, kind)
+        assert (shown["stored"], shown["word"]) == (stored, word), name
+    say(lab, preset="2e-5 × 1000")
+    scaled = row(lab.scaled, "fp16")
+    assert scaled["cells"][0] == "0.02"
+    assert float(scaled["cells"][2]) == pytest.approx(2e-5, rel=5e-4)
+
+
 def test_weights_of_a_callable_are_read_anew() -> None:
     given_samples = [("a", 1.0, 1.0, 1e-3), ("b", 2.0, 1.0, 1e-3)]
     lab = FormatLab(weights=lambda: given_samples)

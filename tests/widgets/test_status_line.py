@@ -87,6 +87,13 @@ def test_one_message_a_change_and_none_without(state, messages) -> None:
     assert set(update) == {"word", "tone", "numbers"}
 
 
+def test_what_could_not_be_done_is_no_rejection(state) -> None:
+    shown = StatusLine(nobody, state(last_rejection="init_scale: no", complaint="Check not run: <b>"))
+    assert (shown.rejection, shown.complaint) == ("init_scale: no", "Check not run: <b>")
+    shown.render(state())
+    assert (shown.rejection, shown.complaint) == ("", "")
+
+
 def test_the_views_that_look_are_counted(state) -> None:
     counts: list[int] = []
     shown = StatusLine(counts.append, state())

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
+from amp_widgets.analysis.inspections import InspectionKind
 from amp_widgets.widgets import text
 
 
@@ -69,3 +71,25 @@ def test_numbers_are_short() -> None:
 
 def test_a_loss_that_is_no_number_is_shown_as_it_is() -> None:
     assert (text.loss_text(math.nan), text.loss_text(math.inf), text.loss_text(0.123456)) == ("nan", "inf", "0.1235")
+
+
+@pytest.mark.parametrize(
+    ("what", "why_not", "expected"),
+    [
+        ("check", "check: the batch is no pair", "Check not run: the batch is no pair"),
+        ("preflight", "ValueError: no", "Preflight not run: ValueError: no"),
+        ("dtype_map", "dtype_map: TypeError: a: b", "Map not taken: TypeError: a: b"),
+        ("precision", "precision_cost: the model is compiled", "Precision not measured: the model is compiled"),
+        ("precision_fp64", "precision_fp64: it was interrupted", "Precision not measured: it was interrupted"),
+        ("count_gradients", "count_gradients: this session was closed", "Gradients not sampled: this session was closed"),
+        ("profile_next_step", "profile_next_step: closed", "Step not profiled: closed"),
+        ("check", "check", "Check not run: check"),
+    ],
+)
+def test_what_was_not_done_says_so_and_why(what: str, why_not: str, expected: str) -> None:
+    assert text.not_done_text(what, why_not) == expected
+
+
+def test_every_inspection_has_words_for_when_it_is_not_made() -> None:
+    for kind in get_args(InspectionKind):
+        assert text.not_done_text(kind, "x").endswith(": x")

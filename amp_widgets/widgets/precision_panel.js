@@ -1,0 +1,141 @@
+const WORST = "worst";
+const WHAT = [
+  ["output", "what the layer returns"],
+  ["gradient", "the gradient that reaches what it returns"],
+  ["weights", "the gradients of its own parameters"],
+];
+// Positions in a row of `rows`.
+const NAME = 0, TYPE = 1, PLACE = 2, WORST_TEXT = 3, BROKEN = 4, CELLS = 5;
+const TEXT_AT = { layer: PLACE, type: TYPE };
+const REFERENCES = [["fp32", "fp32"], ["fp64", "fp64, on a copy of the model"]];
+
+export default {
+  render({ model, el }) {
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "What precision costs", "ampw-precision");
+    const summary = h("span", { class: "ampw-dim", role: "status" });
+    heading.append(summary);
+    const measure = h("button", { type: "button", onclick: () => asked.ask({ measure: true }, { measure: true }) });
+    const referenceId = uid();
+    const reference = h("select", {
+      id: referenceId, onchange: () => asked.ask({ reference: reference.value }, { reference: reference.value }),
+    }, ...REFERENCES.map(([name, text]) => h("option", { value: name }, text)));
+    const caption = h("span", { class: "ampw-difference" });
+    const noBatch = h("span", { class: "ampw-dim", id: uid(), hidden: true });
+    const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
+    const stale = h("p", { class: "ampw-sentence ampw-stale", hidden: true });
+    const sentences = h("ul", { class: "ampw-notes" });
+    const filter = filterField(
+      model, (message) => asked.ask(message),
+      "Part of a layer's name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.");
+    const scale = h("span", { class: "ampw-dim ampw-scale" }, "The bars are logarithmic: from 1e-8 to 1, each factor of ten is an eighth of the width");
+    const place = h("div");
+    const nothing = h("p", { class: "ampw-sentence", hidden: true });
+    const line = h("div", { class: "ampw-choices" }, filter.element, scale);
+    body.append(
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is measured"),
+        h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
+      h("div", { class: "ampw-choices" }, measure, h("span", { class: "ampw-choice" }, h("label", { for: referenceId }, "compared with"), reference), caption),
+      noBatch, whyNot, stale, sentences, line, place, nothing);
+
+    let rows = null;
+    let formats = null;
+    let matching = null;
+    let order = [];
+    let table = null; // of these formats
+    let ticked = new Set();
+    let inForce = new Set();
+
+    const makeTable = () => {
+      table?.shown.remove();
+      const columns = [["layer", "layer", "In the order of the model", false], ["type", "type", "The class of the layer", false], [WORST, "worst", "The largest of its errors; first of all come layers with inf or NaN", true]];
+      for (const format of formats) for (const [what, meaning] of WHAT) columns.push([`${format} ${what}`, label(format, what), `Relative error of ${meaning}, in ${format}`, true]);
+      const heads = sortHeads(columns, WORST, true, () => arrange(false));
+      const check = h("th", { scope: "col", class: "ampw-check" }, h("span", { class: "ampw-dim", title: "Keep in FP32" }, "FP32"));
+      const made = scrolledTable(titleId, check, ...heads.cells);
+      const shown = virtualRows(made.view, layerRow, rowSpacer(columns.length + 1), () => drawTicks());
+      made.lines.append(...shown.ends);
+      arrowsBetweenBoxes(made.lines);
+      place.replaceChildren(made.view);
+      table = { ...made, heads, shown };
+    };
+    const label = (format, what) => h("span", { class: "ampw-two" }, h("span", {}, format, " "), what);
+
+    const arrange = (keepPlace) => {
+      const { heads, shown } = table;
+      const positions = matching ?? rows.map((_, i) => i);
+      const column = heads.column();
+      if (column === WORST) order = heads.descending() ? positions : [...positions].reverse(); // as they came
+      else {
+        const at = formats.flatMap((format) => WHAT.map(([what]) => `${format} ${what}`)).indexOf(column);
+        const valueOf = at < 0 ? (i) => rows[i][TEXT_AT[column]] : (i) => rows[i][CELLS][at][0];
+        order = sortedBy(positions, valueOf, heads.descending());
+      }
+      heads.draw();
+      table.table.setAttribute("aria-rowcount", order.length + 1);
+      shown.put(order, keepPlace);
+    };
+
+    const layerRow = (position, at) => {
+      const row = rows[position];
+      const name = row[NAME];
+      const whyNot = model.get("reasons")[position];
+      const box = tickBox(name, `keep ${name} in FP32`, asked.ask);
+      const cells = row[CELLS].map(([, text, length], i) => {
+        const start = i % WHAT.length === 0 ? " ampw-group" : "";
+        return h("td", { class: `ampw-number ampw-error-bar${start}`, "data-format": formats[Math.floor(i / WHAT.length)], style: `--ampw-length: ${length}%` }, text);
+      });
+      const element = h("tr", { "aria-rowindex": at + 2, class: row[BROKEN] ? "ampw-broken" : null },
+        h("td", { class: "ampw-check", title: whyNot || null }, ...(whyNot ? [] : [box])),
+        h("th", { scope: "row", title: name }, h("span", { class: "ampw-name" }, name)),
+        h("td", { class: "ampw-type", title: row[TYPE] }, row[TYPE]),
+        h("td", { class: "ampw-number ampw-worst", title: row[BROKEN] || null }, row[WORST_TEXT]), ...cells);
+      return { element, box, name, whyNot };
+    };
+    const drawTicks = () => drawTickBoxes(table.shown.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+
+    const draw = () => {
+      const locked = asked.locked();
+      ticked = new Set(model.get("requested"));
+      inForce = new Set(model.get("in_force"));
+      const newFormats = JSON.stringify(formats) !== JSON.stringify(model.get("formats"));
+      if (newFormats || rows !== model.get("rows") || matching !== model.get("matching")) {
+        [rows, formats, matching] = [model.get("rows"), model.get("formats"), model.get("matching")];
+        if (newFormats) makeTable();
+        arrange(!newFormats);
+      }
+      drawTicks();
+      filter.draw(locked);
+      line.hidden = !rows.length;
+      place.hidden = !order.length;
+      setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "Nothing was measured yet. What is listed then: every layer, and how far it is off in each format");
+      setText(summary, !rows.length ? "" : matching ? `${order.length} of ${rows.length} layers` : `${rows.length} layers`);
+      const waits = model.get("pending") || asked.value("measure", false);
+      setText(measure, waits ? "Measuring at the next step …" : rows.length ? "Measure precision again" : "Measure precision");
+      measure.setAttribute("aria-busy", String(waits));
+      measure.disabled = locked || waits || model.get("why_no_batch") !== "";
+      setText(noBatch, model.get("why_no_batch"));
+      if (noBatch.hidden) measure.removeAttribute("aria-describedby");
+      else measure.setAttribute("aria-describedby", noBatch.id);
+      reference.value = asked.value("reference", model.get("reference"));
+      reference.disabled = locked;
+      setText(caption, model.get("caption"));
+      setText(whyNot, model.get("why_not"));
+      setText(stale, model.get("stale"));
+      const texts = model.get("sentences");
+      if (sentences.dataset.drawn !== JSON.stringify(texts)) {
+        sentences.dataset.drawn = JSON.stringify(texts);
+        sentences.replaceChildren(...texts.map((text) => h("li", {}, text)));
+      }
+      setWaiting(!sameSets(ticked, inForce) || asked.waits());
+    };
+    const asked = asking(model, el, showLost, draw);
+    model.on("change", draw);
+    draw();
+    return () => {
+      filter.remove();
+      table.shown.remove();
+      remove();
+      asked.remove();
+    };
+  },
+};
