@@ -95,7 +95,8 @@ def bucket_of(values: Tensor) -> Tensor:
     For the binary exponent e there are three, at ``3 * (e + 127)`` and after: the power of two itself, what is between, and what
     is so close to the next power of two that fp16 rounds to that (from ``2^(e+1) * (1 - 2^-12)`` on). So both edges are exact:
     2^-25 rounds to zero and the next larger number does not; 65520 rounds to infinity and the next smaller number does not.
-    Before them are zero, and what fp32 has below 2^-126 in two more buckets; after them inf and NaN.
+    Before them are zero, and what fp32 has below 2^-126 in two more buckets, of which the second begins at 2^-126 * (1 - 2^-11);
+    after them inf and NaN.
 
     Parameters
     ----------
@@ -129,6 +130,10 @@ class GradientProbe:
     -----
     Nothing waits for the device. Neither the user's tensors nor the random state are touched: a step comes out bit by bit as it
     would without.
+
+    A step that is counted takes longer by some 0.1 ms on a CPU for each tensor that is looked at, most of it the start of ops and
+    not the elements: 10 to 30 percent of a small step. So a dashboard counts every tenth step, which takes 1 to 3 percent of the
+    time on the whole; `tests/benchmarks/numerics.py` prints both.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 0, sample: int | None = SAMPLE_ELEMENTS) -> None:
@@ -260,32 +265,67 @@ def spread(gradient: Tensor, most: int | None, start: int) -> Tensor:
     elements = gradient.numel()
     if most is None or elements <= most:
         return gradient.reshape(-1)
-    stride = -(-elements // most)
-    while any(size > 1 and math.gcd(stride, size) > 1 for size in gradient.shape):
+    stride, dense = _plan(gradient.shape, gradient.stride(), most)
+    first = start % stride
+    if dense:
+        return gradient.as_strided((-(-(elements - first) // stride),), (stride,), gradient.storage_offset() + first)
+    return gradient.take(torch.arange(first, elements, stride, device=gradient.device))
+
+
+@functools.lru_cache(maxsize=4096)  # of a model's gradients the shapes are the same step by step
+def _plan(shape: torch.Size, strides: tuple[int, ...], most: int) -> tuple[int, bool]:
+    """Each which element to pick, and whether they can be counted off in memory: none twice, and none left out."""
+    stride = -(-math.prod(shape) // most)
+    while any(size > 1 and math.gcd(stride, size) > 1 for size in shape):
         stride += 1
-    if gradient.is_contiguous():
-        return gradient.view(-1)[start % stride :: stride]
-    return gradient.take(torch.arange(start % stride, elements, stride, device=gradient.device))
+    expected, dense = 1, True
+    for step, size in sorted((step, size) for step, size in zip(strides, shape, strict=True) if size > 1):
+        dense = dense and step == expected
+        expected *= size
+    return stride, dense
 
 
-_HELD_SAMPLES = 16
-"""Put into buckets together: many small ops cost their start, large ones miss the cache."""
+_HELD_ELEMENTS = 1 << 15
+"""At most so many, about, are put into buckets together: many small ops cost their start, large ones miss the cache."""
 _A_NAN = 0x7F800001
 _ROUNDS_UP = 0x1000
 _COMPILED = "code made by torch.compile is in use, which hooks cannot look into without having it compiled anew"
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
+
+def _each(total: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Where the buckets of each sample begin, once for every element of it; int32 of shape (total,)."""
+    repeats = torch.tensor(sizes)
+    if device.type == "cuda":
+        repeats = repeats.pin_memory().to(device, non_blocking=True)  # else the copy would wait for the device
+    begins = torch.arange(0, len(sizes) * BUCKETS, BUCKETS, dtype=torch.int32, device=device)
+    return begins.repeat_interleave(repeats, output_size=total)
+
+
 _Key = tuple[str, Family, torch.dtype, torch.device]
 
 
 class _Row:
-    __slots__ = ("arrivals", "buffer", "elements")
+    __slots__ = ("arrivals", "at", "elements")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, at: int) -> None:
+        self.at = at
         self.arrivals = 0
         self.elements = 0
-        self.buffer = torch.zeros(BUCKETS, dtype=torch.int32, device=device)
+
+
+class _Held:
+    """Samples on one device that are not in buckets yet, and those that are: each tensor has a line for each of its rows."""
+
+    __slots__ = ("buckets", "elements", "lines", "one", "samples")
+
+    def __init__(self, device: torch.device) -> None:
+        self.one = torch.ones((), dtype=torch.int32, device=device)
+        self.samples: list[tuple[int, Tensor]] = []
+        self.elements = 0
+        self.buckets: list[Tensor] = []
+        self.lines: list[list[int]] = []
 
 
 class _OpenCount:
@@ -302,8 +342,7 @@ class _OpenCount:
         self._seen: set[tuple[int, int, int]] = set()
         self._layer_of: dict[int, str] = {}
         self._nodes: list[Any] = []
-        self._ones: dict[torch.device, Tensor] = {}
-        self._held: dict[torch.device, list[tuple[_Row, Tensor]]] = {}  # samples that are not in buckets yet
+        self._held: dict[torch.device, _Held] = {}
         self._handles: list[Any] = []
         with unseen():  # finding a node takes an op
             for prefix, model in models:
@@ -320,17 +359,15 @@ class _OpenCount:
         self.compiled = self.compiled or frames_compiled() != self._frames
 
     def arriving(self, scale: Tensor | float) -> _Arriving:
-        by_device: dict[torch.device, list[int]] = {}
-        for at, (_, _, _, device) in enumerate(self._rows):
-            by_device.setdefault(device, []).append(at)
-        rows = list(self._rows.values())
+        held = list(self._held.values())
         with unseen():
-            for device, held in self._held.items():
-                self._add_held(device, held)
-            self._held.clear()
-            stacked = [torch.stack([rows[at].buffer for at in places]) for places in by_device.values()]
-        places = [at for found in by_device.values() for at in found]
-        return _Arriving(self.step, list(self._rows), rows, places, ArrayReadback(stacked), Readback([scale]), tuple(self._notes))
+            for one in held:
+                self._add_held(one)
+        places = [at for one in held for lines in one.lines for at in lines]
+        arrays = ArrayReadback([buckets for one in held for buckets in one.buckets])
+        return _Arriving(
+            self.step, list(self._rows), list(self._rows.values()), places, arrays, Readback([scale]), tuple(self._notes)
+        )
 
     def _watch_parameters(self, prefix: str, model: nn.Module) -> None:
         root = inner_model(model)
@@ -378,7 +415,7 @@ class _OpenCount:
             return
         try:
             with unseen():
-                self._count(layer, family, gradient.detach())
+                self._count(layer, family, gradient)
         except Exception as error:
             self._leave_out(layer, error)
 
@@ -390,35 +427,43 @@ class _OpenCount:
         key = (layer, family, gradient.dtype, gradient.device)
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = _Row(gradient.device)
+            row = self._rows[key] = _Row(len(self._rows))
         row.arrivals += 1
         row.elements += gradient.numel()
+        held = self._held.get(gradient.device)
+        if held is None:
+            held = self._held[gradient.device] = _Held(gradient.device)
         picked = spread(gradient, self._sample, self.step)
         if self._sample is None:
-            self._add(gradient.device, [(row, picked)])
+            self._add(held, [(row.at, picked)])
             return
-        held = self._held.setdefault(gradient.device, [])
-        held.append((row, picked.to(torch.float32, copy=True)))  # the gradient itself is to be free again
-        if len(held) >= _HELD_SAMPLES:
-            self._held[gradient.device] = []
-            self._add_held(gradient.device, held)
+        held.samples.append((row.at, picked.to(torch.float32, copy=True)))  # the gradient itself is to be free again
+        held.elements += picked.numel()
+        if held.elements >= _HELD_ELEMENTS:
+            self._add_held(held)
 
-    def _add_held(self, device: torch.device, held: list[tuple[_Row, Tensor]]) -> None:
+    def _add_held(self, held: _Held) -> None:
+        samples, held.samples, held.elements = held.samples, [], 0
         try:
-            if held:
-                self._add(device, held)
+            if samples:
+                self._add(held, samples)
         except Exception as error:
             self._leave_out("one part of the gradients", error)
 
-    def _add(self, device: torch.device, held: list[tuple[_Row, Tensor]]) -> None:
+    def _add(self, held: _Held, samples: list[tuple[int, Tensor]]) -> None:
         """Put into buckets, all of these in one go."""
-        one = self._ones.get(device)
-        if one is None:
-            one = self._ones[device] = torch.ones((), dtype=torch.int32, device=device)
-        picked = [numbers for _, numbers in held]
-        buckets = bucket_of(picked[0] if len(picked) == 1 else torch.cat(picked))
-        for (row, numbers), found in zip(held, buckets.split([numbers.numel() for numbers in picked]), strict=True):
-            row.buffer.index_add_(0, found, one.expand(numbers.numel()))
+        if len(samples) == 1:
+            places = bucket_of(samples[0][1])
+        else:
+            places = bucket_of(torch.cat([numbers for _, numbers in samples]))
+            places.add_(_each(places.numel(), [numbers.numel() for _, numbers in samples], places.device))
+        if places.is_cpu:
+            buckets = torch.bincount(places, minlength=len(samples) * BUCKETS)  # half the time, but elsewhere it waits
+        else:
+            buckets = torch.zeros(len(samples) * BUCKETS, dtype=torch.int32, device=places.device)
+            buckets.index_add_(0, places, held.one.expand(places.numel()))
+        held.buckets.append(buckets.view(-1, BUCKETS))
+        held.lines.append([at for at, _ in samples])
 
     def _leave_out(self, layer: str, error: Exception) -> None:
         words = str(error).splitlines()
@@ -432,7 +477,7 @@ class _Arriving:
     step: int
     keys: list[_Key]
     rows: list[_Row]
-    places: list[int]
+    places: list[int]  # the row of each line of the arrays
     arrays: ArrayReadback
     scale: Readback
     notes: tuple[str, ...]
@@ -441,7 +486,9 @@ class _Arriving:
         return self.arrays.ready() and self.scale.ready()
 
     def counts(self) -> GradientCounts:
-        by_place = dict(zip(self.places, (row for array in self.arrays.arrays() for row in array), strict=True))
+        found = np.zeros((len(self.rows), BUCKETS), np.int64)
+        for at, line in zip(self.places, (line for array in self.arrays.arrays() for line in array), strict=True):
+            found[at] += line
         rows = tuple(
             CountedGradients(
                 layer=layer,
@@ -449,7 +496,7 @@ class _Arriving:
                 dtype=_NAMES.get(dtype, str(dtype).removeprefix("torch.")),
                 arrivals=self.rows[at].arrivals,
                 elements=self.rows[at].elements,
-                counts=by_place[at].astype(np.int64),
+                counts=found[at],
             )
             for at, (layer, family, dtype, _) in enumerate(self.keys)
         )

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amp_widgets.errors import DemoError
 
 if TYPE_CHECKING:
     from amp_widgets.session import AmpSession
 
+
+class Demo(NamedTuple):
+    """What a demo shows, and ``module:function`` of what makes its session."""
+
+    text: str
+    maker: str
+
+
 DEMOS = {
-    "digits": "a convolutional network on scikit-learn's handwritten digits",
-    "text": "a small GPT on the text of Python's own standard library",
+    "digits": Demo("a convolutional network on scikit-learn's handwritten digits", "digits:digits_session"),
+    "text": Demo("a small GPT on the text of Python's own standard library", "text:text_session"),
+    "underflow": Demo("digits, with gradients too small for FP16 where the loss is not scaled", "underflow:underflow_session"),
+    "overflow": Demo("digits, with one layer whose gradient is too large for FP16 at first", "overflow:overflow_session"),
 }
 
 
@@ -21,7 +32,7 @@ def demo(name: str = "digits", *, display: bool = True) -> AmpSession:
     Parameters
     ----------
     name
-        ``"digits"`` or ``"text"``.
+        One of `DEMOS`: ``"digits"``, ``"text"``, ``"underflow"`` or ``"overflow"``.
     display
         Show the dashboard, when in a notebook. It is ``session.dashboard()`` otherwise.
 
@@ -38,22 +49,13 @@ def demo(name: str = "digits", *, display: bool = True) -> AmpSession:
         When the demo's data needs a package that is not installed.
     """
     if name not in DEMOS:
-        known = ", ".join(f"{key!r} ({text})" for key, text in DEMOS.items())
+        known = ", ".join(f"{key!r} ({one.text})" for key, one in DEMOS.items())
         raise DemoError(f"demo: got {name!r}, expected one of {known}")
-    session = _make(name)
+    make = pkgutil.resolve_name(f"{__name__}.{DEMOS[name].maker}")  # with the first use come torch and the demo's data
+    session: AmpSession = make()
     if display:
         _show(session)
     return session
-
-
-def _make(name: str) -> AmpSession:
-    if name == "digits":
-        from amp_widgets.demos.digits import digits_session
-
-        return digits_session()
-    from amp_widgets.demos.text import text_session
-
-    return text_session()
 
 
 def _show(session: AmpSession) -> None:

@@ -74,7 +74,7 @@ def digits_data() -> tuple[torch.Tensor, torch.Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise MissingExtraError(f"demo digits: {error}; install the data with: pip install 'amp-widgets[demos]'") from error
+        raise MissingExtraError(f"demo: {error}; install the data with: pip install 'amp-widgets[demos]'") from error
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     return images, torch.tensor(digits.target, dtype=torch.int64)

@@ -42,7 +42,7 @@ def bucket(value: float) -> int:
         return INF_BUCKET
     mantissa, power = math.frexp(value)
     if power - 1 < -126:
-        return SUBNORMAL_BUCKET + (value >= 2.0**-126 * (1 - 2.0**-12))
+        return SUBNORMAL_BUCKET + (value >= 2.0**-126 * (1 - 2.0**-11))
     part = 0 if mantissa == 0.5 else 2 if 2 * mantissa >= 2 - 2.0**-11 else 1
     return 3 * (power - 1 + 127) + part
 
@@ -111,6 +111,11 @@ def test_every_bit_pattern_of_nan_is_a_nan() -> None:
 def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     assert bucket_of(values).tolist() == [bucket(value) for value in values.double().tolist()]
+
+
+def test_below_the_normal_numbers_there_are_two() -> None:
+    codes = torch.tensor([1, 0x7FEFFF, 0x7FF000, 0x7FF792, 0x7FFFFF], dtype=torch.int32)
+    assert bucket_of(codes.view(torch.float32)).tolist() == [SUBNORMAL_BUCKET, SUBNORMAL_BUCKET, *[SUBNORMAL_BUCKET + 1] * 3]
 
 
 def test_random_numbers() -> None:
@@ -413,6 +418,29 @@ def test_a_sample_is_spread_evenly_and_over_all_columns(shape: tuple[int, ...], 
     columns = picked % shape[-1]
     if len(shape) > 1 and shape[-1] < 1000:
         assert len(columns.unique()) == shape[-1]
+
+
+def test_a_sample_of_what_has_gaps_or_is_expanded_is_spread_over_all_of_it() -> None:
+    gaps = torch.arange(40_000).view(200, 200)[:, ::2]
+    picked = spread(gaps, 4096, 3)
+    assert 0.4 * 4096 <= picked.numel() <= 4096
+    assert len(picked.unique()) == picked.numel()
+    assert bool((picked % 2 == 0).all())  # none from between
+    assert len((picked // 200).unique()) == 200  # from every row
+    expanded = spread(torch.ones(()).expand(300, 70), 4096, 0)
+    assert 0.4 * 4096 <= expanded.numel() <= 4096
+    assert bool((expanded == 1).all())
+
+
+@pytest.mark.parametrize("together", [1, 50, 10**6])
+def test_samples_come_out_the_same_however_many_are_put_into_buckets_together(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """A sample of everything, against all elements one tensor at a time; twice, so that rows have several arrivals."""
+    monkeypatch.setattr("amp_widgets.core.gradient_probe._HELD_ELEMENTS", together)
+    step = lambda model: (train(model), train(model, 2.0**-20))  # noqa: E731
+    one, other = net(), net()
+    assert numbers(count(one, lambda: step(one), sample=10**9)) == numbers(count(other, lambda: step(other)))
 
 
 def test_in_a_sample_all_elements_are_known_and_some_were_looked_at() -> None:
