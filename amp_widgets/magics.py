@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 import shlex
@@ -11,18 +10,20 @@ from typing import Any
 from IPython.core.display_functions import display
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from amp_widgets.analysis.weights import weight_samples
+from amp_widgets.analysis.weights import WeightReader
 from amp_widgets.captured_cell import NO_DASHBOARD, CapturedCell
+from amp_widgets.core.memory.budget import typed_size
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo
-from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError
+from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError, SettingsError
 from amp_widgets.session import AmpSession, newest_session
 from amp_widgets.widgets.picture import Picture
 
 HELP = """\
 %amp                               this help, and how the newest session stands
-%amp demo digits                   a small model on real data, and its dashboard (also: text)
+%amp demo digits                   a small model on real data, and its dashboard (also: text,
+                                   underflow, overflow)
 %amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard
 %%amp [--model NAME] [--cpu]       runs the cell as it is, with its training loop under live control
                                    (--model: which of several models; --cpu: CUDA-only code, without a GPU)
@@ -271,25 +272,17 @@ def parse_settings(words: list[str]) -> dict[str, Any]:
 
 
 def parse_size(text: str) -> float | None:
-    """``"200MB"``, ``"1.5GiB"`` or ``"200e6"`` → bytes; ``"off"`` → None.
-
-    kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024.
+    """A budget as `amp_widgets.core.memory.budget.typed_size` reads it.
 
     Raises
     ------
     MagicError
         When it is no size.
     """
-    if text.lower() in ("off", "none"):
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    unit = "" if found is None else found[2].lower()
-    if found is None or unit not in _UNITS:
-        raise MagicError(
-            f"%amp budget: got {text!r}, expected a size such as 200MB, 1.5GiB or 200e6 (bytes), or off; units: kB MB GB TB "
-            "(powers of 1000) and KiB MiB GiB TiB (of 1024)"
-        )
-    return float(found[1]) * _UNITS[unit]
+    try:
+        return typed_size(text)
+    except SettingsError as error:
+        raise MagicError(f"%amp budget: {error}") from None
 
 
 def _parse(name: str, text: str) -> Any:
@@ -321,9 +314,6 @@ def _words(line: str) -> list[str]:
 
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-z]*)")
-_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "mb": 1e6, "m": 1e6, "gb": 1e9, "g": 1e9, "tb": 1e12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _POWER = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\*\*|\^)\s*(-?\d{1,4})")
 
 
@@ -400,7 +390,7 @@ def _show_formats() -> None:
         ) from error
 
     session = newest_session()
-    display(FormatLab(weights=None if session is None else functools.partial(weight_samples, session)))
+    display(FormatLab(weights=None if session is None else WeightReader(session, session.between_steps)))
 
 
 def _has_widgets() -> bool:

@@ -114,6 +114,7 @@ class Runner:
         self._stopping = False
         self._steps_allowed = 0
         self._resetting = False
+        self._working = False  # on a thread of its own, while no run is alive
         self._thread: threading.Thread | None = None
         # Not Thread.join: up to Python 3.12 one that was interrupted takes the thread for dead ever after.
         self._over = threading.Event()
@@ -142,6 +143,7 @@ class Runner:
         self._let_it_stop()
         with self._changed:
             self._expect_not_stopping("start")
+            self._expect_not_working("start")
             if self._state in ALIVE and self._pausing:
                 self._resume()
             elif self._state == "running":
@@ -190,6 +192,7 @@ class Runner:
         self._let_it_stop()
         with self._changed:
             self._expect_not_stopping("single_step")
+            self._expect_not_working("single_step")
             if self._state == "running" and not self._pausing:
                 raise RunError("single_step: the run is running; pause it first")
             if self._state in ALIVE:
@@ -208,25 +211,50 @@ class Runner:
         """Put back the weights, the optimizers' and the scaler's state that the run was made with.
 
         While a run is alive it happens at the next boundary or when it ends, on its thread. Steps and history go on counting.
+
+        Raises
+        ------
+        RunError
+            While something is done between two steps that takes long, and no run is alive.
         """
         with self._changed:
+            self._expect_not_working("reset")
             if self._state in ALIVE:
                 self._resetting = True
                 self._changed.notify_all()
             else:
                 self._restore()  # with the lock held: no run can begin meanwhile
 
-    def between_steps(self, job: Callable[[], None]) -> None:
+    def between_steps(self, job: Callable[[], None], *, takes_long: bool = False) -> None:
         """Call it when no step is in progress: at once where no run is alive, and none begins meanwhile.
 
         While one is alive it is called at the next boundary or when the run ends, on the run's thread. It must raise nothing.
+
+        Parameters
+        ----------
+        takes_long
+            Where no run is alive it is called on a thread of its own, and this returns at once. Until it has returned a run
+            can be neither started nor reset. It is to end soon when `stopping` says so.
         """
         with self._changed:
-            if self._state in ALIVE:
+            if self._state in ALIVE or self._working:
                 self._jobs.append(job)
                 self._changed.notify_all()
+            elif takes_long:
+                self._jobs.append(job)
+                self._work()
             else:
                 job()  # with the lock held, like a reset
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to stop, and has not started since."""
+        return self._stopping
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the run's."""
+        return self._thread is threading.current_thread()
 
     @property
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
@@ -314,6 +342,21 @@ class Runner:
                 self._do_what_waits()
             except BaseException as error:
                 ended = self._fail(error)
+
+    def _do_jobs(self) -> None:
+        """While no run is alive."""
+        self._loop.own(threading.get_ident())
+        try:
+            while True:
+                with self._changed:
+                    if not self._jobs:
+                        self._working = False  # under the lock that it was seen under: no job comes between
+                        return
+                self._do_what_waits()
+        finally:
+            self._loop.own(None)
+            self._working = False
+            self._over.set()
 
     def _fail(self, error: BaseException) -> RunState:
         self.newest_batch = None  # nothing of a run that has failed is kept
@@ -408,6 +451,10 @@ class Runner:
         if self._stopping and self._state in ALIVE:
             raise RunError(f"{verb}: the run was asked to stop and is in its last step; wait for it: session.wait(), then start")
 
+    def _expect_not_working(self, verb: str) -> None:
+        if self._working:
+            raise RunError(f"{verb}: settings are being compared, or steps predicted, on this model; wait for it, or cancel")
+
     def _resume(self) -> None:
         self._pausing = False
         self._steps_allowed = 0
@@ -422,17 +469,38 @@ class Runner:
         self._stopping = self._resetting = False
         self._pausing = pausing
         self._steps_allowed = steps_allowed
-        self._thread = threading.Thread(target=self._run, name="amp_widgets training", daemon=True)
-        self._over.clear()
         before = self._state
+        self._over.clear()
         self._enter("running")
+        try:
+            self._begin(self._run)
+        except RuntimeError:  # no more threads: nothing would ever end this run
+            self._enter(before)
+            self._over.set()
+            raise
+
+    def _work(self) -> None:
+        """Do what waits, though no run is alive."""
+        self._over.wait()
+        self._stopping = False
+        self._over.clear()
+        self._working = True
+        try:
+            self._begin(self._do_jobs)
+        except RuntimeError:
+            self._jobs.clear()
+            self._working = False
+            self._over.set()
+            raise
+
+    def _begin(self, what: Callable[[], None]) -> None:
+        """On a thread of its own."""
+        self._thread = threading.Thread(target=what, name="amp_widgets training", daemon=True)
         _end_at_exit(self)
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads: nothing would ever end this run
+        except RuntimeError:
             self._thread = None
-            self._enter(before)
-            self._over.set()
             raise
 
     def _restore(self) -> None:

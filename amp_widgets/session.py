@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from amp_widgets import kernel
+from amp_widgets.analysis.batch_sizes import BatchSizes, largest_batch
+from amp_widgets.analysis.compare import SLOW_STEP_S, compare
+from amp_widgets.analysis.comparison import Comparison
+from amp_widgets.analysis.comparisons import Compare, Comparisons, ComparisonStatus
+from amp_widgets.analysis.corners import Grid, LayerChoice
+from amp_widgets.analysis.cuda_corners import predict_corners_on_cuda
 from amp_widgets.analysis.dtype_map import DtypeMap, dtype_map
 from amp_widgets.analysis.gradients import GradientRange
-from amp_widgets.analysis.inspections import Inspection, InspectionKind, Inspections
-from amp_widgets.analysis.overflow import diagnose, skip_runs
+from amp_widgets.analysis.inspections import TAKES_LONG, Inspection, InspectionKind, Inspections
+from amp_widgets.analysis.on_cuda import CudaPredictions
+from amp_widgets.analysis.overflow import diagnose, skip_runs, summarised
 from amp_widgets.analysis.parity import ParityReport, check
+from amp_widgets.analysis.plan import Plan
+from amp_widgets.analysis.planner import plan
 from amp_widgets.analysis.precision import PrecisionReport, precision_cost
 from amp_widgets.analysis.preflight import Findings, preflight
 from amp_widgets.analysis.profiled_step import LayerProfiles, ProfiledStep
+from amp_widgets.analysis.progress_bar import ProgressBar
 from amp_widgets.analysis.step_profile import profile_step
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.loop import LiveLoop
@@ -102,6 +116,8 @@ class AmpSession(LiveLoop):
         self.release_later = kernel.when_shown
         self._runner: Runner | None = None
         self._inspections = Inspections()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._comparisons = Comparisons()
         self.check_changes = False
         """Whether a background run does a `check` by itself after each change of the checkpointed layers."""
         self._seen_checkpointed = self.settings.checkpointed
@@ -138,6 +154,7 @@ class AmpSession(LiveLoop):
 
         if self.run_state in ALIVE:
             raise RunError("steps: a background run is alive; stop it first: session.stop(); session.wait()")
+        self._refuse_beside_a_comparison("steps")
         if epochs > 1 and isinstance(batches, Iterator):
             raise RunError(
                 f"steps: got an iterator, which is used up after one epoch, and epochs={epochs}; pass a DataLoader or a list"
@@ -202,6 +219,7 @@ class AmpSession(LiveLoop):
             raise RunError("fit: the session has no optimizer, expected AmpSession(model, optimizer)")
         if self.run_state in ALIVE:
             raise RunError(f"fit: a run is {self.run_state}; stop it first: session.stop(); session.wait()")
+        self._refuse_beside_a_comparison("fit")
         training = Training(model=self._model, optimizers=self._optimizers, batches=batches, loss_fn=loss_fn, epochs=epochs)
         self._runner = Runner(self, training, on_end=self._release_interrupt, on_boundary=self._look_for_change)
         if start:
@@ -416,47 +434,74 @@ class AmpSession(LiveLoop):
         self._inspections.keep("preflight", found, self.step)
         return found
 
-    def inspect(self, kind: InspectionKind) -> None:
+    def inspect(self, kind: InspectionKind, **options: Any) -> None:
         """Ask for one on the newest batch of the background run, from any thread; the result is in `inspection`.
 
-        While a run is alive it is made at the run's next boundary, on its thread; else at once, on the calling one.
+        While a run is alive, or a loop of your own trains on another thread, it is made at the next boundary, on the thread that
+        trains; else at once, on the calling one, or what takes long on a thread of its own, and no run can be started meanwhile.
 
         Parameters
         ----------
         kind
-            ``"dtype_map"``, ``"check"``, ``"preflight"``, ``"precision"`` or, against fp64, ``"precision_fp64"``.
+            ``"dtype_map"``, ``"check"``, ``"preflight"``, ``"precision"`` or, against fp64, ``"precision_fp64"``; and, what
+            takes long, ``"plan"``, ``"largest_batch"`` and ``"predict_on_cuda"``.
+        options
+            What the method of that name takes beside the batch and the loss.
 
         Raises
         ------
+        SettingsError
+            When there is no such kind.
         RunError
-            When there is no batch to do it on; a preflight goes without.
+            When there is no batch to do it on; a preflight goes without. And when what takes long cannot begin, because a loop
+            of your own is training.
         SessionClosedError
             After `close`.
         """
         self._check_open("inspect")
-        if kind != "preflight" and self.why_no_batch is not None:
-            raise RunError(f"{kind}: {self.why_no_batch}")
+        kinds = get_args(InspectionKind)
+        if kind not in kinds:
+            raise SettingsError(f"inspect: got {kind!r}, expected one of {', '.join(map(repr, kinds))}")
+        why_no_batch = self.why_no_plan if kind in TAKES_LONG else self.why_no_batch
+        if kind != "preflight" and why_no_batch is not None:
+            raise RunError(f"{kind}: {why_no_batch}")
         runner = self._runner
-        if not self._inspections.ask(kind):
+        job = functools.partial(self._inspect_now, runner, kind)
+        if kind not in TAKES_LONG or runner is None:
+            if self._inspections.ask(kind, **options):
+                self.between_steps(job)
             return
-        if runner is None:
-            self._inspections.carry_out(kind, self, None, None)
-        else:
-            runner.between_steps(functools.partial(self._inspect_now, runner, kind))
+        self._refuse_beside_a_cell(kind)
+        if self._inspections.ask(kind, **options):
+            runner.between_steps(job, takes_long=True)
+
+    def cancel_inspection(self, kind: InspectionKind) -> None:
+        """End one that takes long as soon as can be, from any thread; nothing happens where there is none."""
+        self._inspections.cancel(kind)
 
     def inspection(self, kind: InspectionKind) -> Inspection:
         """How that stands: the newest result, also of the methods above, or why there is none."""
         return self._inspections.of(kind)
 
+    def between_steps(self, job: Callable[[], None]) -> None:
+        """Call it when no step is in progress: now, or where a loop is training, at its next boundary on its thread.
+
+        It must raise nothing, and be quick.
+        """
+        runner = self._runner
+        if (runner is None or runner.state not in ALIVE) and self.trained_elsewhere:
+            self._jobs.append(job)
+            if self._do_jobs not in self.on_boundary:
+                self.on_boundary.append(self._do_jobs)
+        elif runner is not None:
+            runner.between_steps(job)
+        else:
+            job()
+
     @property
     def why_no_batch(self) -> str | None:
         """Why `inspect` has no batch to work on; None when it has one."""
-        if self._runner is None:
-            return (
-                "there is no batch to work on, as a loop of your own keeps its batches to itself; call session.dtype_map(batch, "
-                "loss_fn) or session.check(batch, loss_fn) in a cell, and the result is shown here"
-            )
-        return "there is no batch to work on yet; start the run first" if self._runner.newest_batch is None else None
+        return self._why_no_batch("dtype_map", "check")
 
     def gradient_range(self, *, wait: bool = True) -> GradientRange | None:
         """How large the gradients of the newest counted step are, and what another loss scale would make of them.
@@ -476,6 +521,9 @@ class AmpSession(LiveLoop):
 
     def count_gradients(self, every: int | None = None) -> None:
         """Count the sizes of the gradients in steps to come: see `gradient_range`.
+
+        A step that is counted takes up to half as long again on a CPU; with ``every=10`` that is up to 5 percent of the time.
+        The other steps cost nothing, and none is changed. ``tests/benchmarks/numerics.py`` prints what it costs.
 
         Parameters
         ----------
@@ -501,7 +549,7 @@ class AmpSession(LiveLoop):
             )
 
     def skip_report(self) -> tuple[str, ...]:
-        """Why steps were skipped, skips in a row taken together, and what is wrong with how the loss scale behaves.
+        """Why steps were skipped, skips that belong together told together, and what is wrong with how the loss scale behaves.
 
         Returns
         -------
@@ -510,9 +558,144 @@ class AmpSession(LiveLoop):
         """
         history, overflow = self.history, self.numerics.overflow
         ranges = tuple(map(GradientRange.of, self.numerics.gradients.counts))
-        runs = skip_runs(history, overflow.notes, ranges)
+        runs = summarised(skip_runs(history, overflow.notes, ranges))
         wrong = diagnose(history, overflow.notes, overflow.refused, ranges)
         return (*(f"{run.sentence}." for run in runs), *(f"{one.sentence}. {one.cause}." for one in wrong))
+
+    # ---- from a budget to a decision --------------------------------------------------------------------------------
+
+    def plan(self, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> Plan:
+        """Which layers to checkpoint so that a step stays within a budget, at least extra time: `request(checkpointed=plan)`.
+
+        Everything is as before afterwards. See `amp_widgets.analysis.planner.plan`.
+        """
+        made = plan(self, budget_bytes=budget_bytes, batch=batch, loss_fn=loss_fn)
+        self._inspections.keep("plan", made, self.step)
+        return made
+
+    def largest_batch(
+        self,
+        *,
+        batch: tuple[Any, Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        budget_bytes: float | None = None,
+        grid: Grid | None = None,
+        planned: LayerChoice | None = None,
+        confirm: bool = False,
+    ) -> BatchSizes:
+        """The largest batch that fits a budget with each of several settings: predicted, and with `confirm` really run.
+
+        Everything is as before afterwards. See `amp_widgets.analysis.batch_sizes.largest_batch`; `planned` is by default the
+        newest plan, if there is one.
+        """
+        found = largest_batch(
+            self, batch, loss_fn, budget_bytes=budget_bytes, grid=grid, planned=planned or self._newest_plan, confirm=confirm
+        )
+        self._inspections.keep("largest_batch", found, self.step)
+        return found
+
+    def predict_on_cuda(
+        self,
+        batch: tuple[Any, Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        grid: Grid | None = None,
+        planned: LayerChoice | None = None,
+        batch_size: int | None = None,
+    ) -> CudaPredictions:
+        """What a step with each of several settings would need on a GPU, predicted on a machine without one.
+
+        Everything is as before afterwards. See `amp_widgets.analysis.cuda_corners.predict_corners_on_cuda`; `planned` is by
+        default the newest plan, if there is one.
+        """
+        found = predict_corners_on_cuda(
+            self, batch, loss_fn, grid=grid, planned=planned or self._newest_plan, batch_size=batch_size
+        )
+        self._inspections.keep("predict_on_cuda", found, self.step)
+        return found
+
+    @property
+    def why_no_plan(self) -> str | None:
+        """Why `inspect` has no batch to plan on; None when it has one."""
+        return self._why_no_batch("plan(budget_bytes=8e9, batch=batch, loss_fn=loss_fn)")
+
+    @property
+    def _newest_plan(self) -> Plan | None:
+        newest = self._inspections.of("plan").result
+        return newest if isinstance(newest, Plan) else None
+
+    # ---- which settings are worth it --------------------------------------------------------------------------------
+
+    def compare(
+        self,
+        batch: tuple[Any, Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        grid: Grid | None = None,
+        steps: int = 5,
+        rounds: int = 3,
+        planned: LayerChoice | None = None,
+        slow_step_s: float = SLOW_STEP_S,
+    ) -> Comparison:
+        """Memory, time, loss and gradients with each of several settings, measured in turn from the same start, with a bar.
+
+        Everything is as before afterwards, also after an interrupt. A background run does it on its thread, at its next boundary,
+        and goes on. See `amp_widgets.analysis.compare.compare`.
+
+        Raises
+        ------
+        RunError
+            Also while another comparison is being made.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("compare")
+        make = functools.partial(
+            compare, self, batch, loss_fn, grid=grid, steps=steps, rounds=rounds, planned=planned, slow_step_s=slow_step_s
+        )
+        runner = self._runner
+        with ProgressBar() as bar:
+            if not self._comparisons.ask():
+                raise RunError("compare: settings are being compared already; wait for the end, or session.cancel_comparison()")
+            if runner is None or runner.is_here:
+                return self._comparisons.carry_out(make, self.step, on_progress=bar.show)
+            return self._compared_by(runner, make, bar)
+
+    @property
+    def why_no_comparison(self) -> str | None:
+        """Why `compare_on_newest` has no batch to work on; None when it has one."""
+        return self._why_no_batch("compare")
+
+    def compare_on_newest(self, *, grid: Grid | None = None, steps: int = 5, rounds: int = 3) -> None:
+        """Ask for a comparison on the newest batch of the background run, from any thread; see `comparison`.
+
+        While a run is alive it is made at the run's next boundary, on its thread; else at once, on a thread of its own, and
+        no run can be started meanwhile. Nothing happens while another is being made.
+
+        Raises
+        ------
+        RunError
+            When there is no batch, or a loop of the user's own is training.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("compare")
+        runner = self._runner
+        if runner is None or self.why_no_comparison is not None:
+            raise RunError(f"compare: {self.why_no_comparison}")
+        self._refuse_beside_a_cell("compare")
+        if self._comparisons.ask():
+            job = functools.partial(self._compare_newest, runner, grid=grid, steps=steps, rounds=rounds)
+            runner.between_steps(job, takes_long=True)
+
+    def cancel_comparison(self) -> None:
+        """End the comparison that is being made at its next step, from any thread; what is complete of it is kept."""
+        self._comparisons.cancel()
+
+    @property
+    def comparison(self) -> ComparisonStatus:
+        """How the comparisons stand: the newest result, how far the one is that is being made, or why there is none."""
+        return self._comparisons.status
 
     # ---- the dashboard ----------------------------------------------------------------------------------------------
 
@@ -540,6 +723,8 @@ class AmpSession(LiveLoop):
 
     def dashboard_state(self) -> DashboardState:
         """Everything that a view shows, as one snapshot; never waits for the device."""
+        if self._jobs and not self.trained_elsewhere:
+            self._do_jobs()
         status = self.status()
         pending = self.pending
         runner = self._runner
@@ -573,14 +758,17 @@ class AmpSession(LiveLoop):
 
     def close(self) -> None:
         """Stop a run, and let go of the model, which is as it was; history and a plain scaler remain."""
+        self.cancel_comparison()
         if self._runner is not None:
             self._runner.stop()
             self._runner.join()
             self._runner = None
+        self._inspections.forget_model()
         if self._pump is not None:
             self._pump.close()
             self._pump = None
         super().close()
+        self._do_jobs()  # to no effect but that they say so
         self.stop_recording()
         self._last_scale = self.scaler.get_scale()
 
@@ -603,8 +791,67 @@ class AmpSession(LiveLoop):
             raise RunError(f"{verb}: there is no background run; prepare one with session.fit(dataloader, loss_fn)")
         return self._runner
 
-    def _inspect_now(self, runner: Runner, kind: InspectionKind) -> None:
-        self._inspections.carry_out(kind, self, runner.newest_batch, runner.loss_fn)
+    def _inspect_now(self, runner: Runner | None, kind: InspectionKind) -> None:
+        if runner is None:
+            self._inspections.carry_out(kind, self, None, None)
+        else:
+            self._inspections.carry_out(kind, self, runner.newest_batch, runner.loss_fn, stopping=lambda: runner.stopping)
+
+    def _do_jobs(self) -> None:
+        """What waits for a boundary; where the loop has ended before it, as soon as that is noticed."""
+        with contextlib.suppress(IndexError):  # another thread does them too
+            while True:
+                self._jobs.popleft()()
+
+    def _why_no_batch(self, *methods: str) -> str | None:
+        """The methods can be called with a batch."""
+        if self._runner is None:
+            calls = " or ".join(f"session.{name if '(' in name else f'{name}(batch, loss_fn)'}" for name in methods)
+            if self.in_cell:
+                return (
+                    "there is no batch to work on, as the loop in the cell keeps its batches to itself; when the cell is over, "
+                    f"make a session of the model, session = aw.AmpSession(model, optimizer), and call {calls}"
+                )
+            return (
+                f"there is no batch to work on, as a loop of your own keeps its batches to itself; call {calls} in a cell, and "
+                "the result is shown here"
+            )
+        return "there is no batch to work on yet; start the run first" if self._runner.newest_batch is None else None
+
+    def _compare_newest(self, runner: Runner, **chosen: Any) -> None:
+        make = functools.partial(compare, self, runner.newest_batch, runner.loss_fn, **chosen)
+        with contextlib.suppress(Exception):  # it is kept as why there is none
+            self._comparisons.carry_out(make, self.step, stopping=lambda: runner.stopping)
+
+    def _compared_by(self, runner: Runner, make: Compare, bar: ProgressBar) -> Comparison:
+        """Have a runner compare, and wait for it, while widgets go on working."""
+        self.settle_step()  # of a cell that is over: only this thread can
+        done: Future[Comparison] = Future()
+
+        def job() -> None:
+            try:
+                done.set_result(self._comparisons.carry_out(make, self.step, stopping=lambda: runner.stopping))
+            except BaseException as error:  # raised where it was asked for
+                done.set_exception(error)
+
+        runner.between_steps(job, takes_long=True)
+        pump = self._pump if threading.current_thread() is threading.main_thread() else None
+        try:
+            while not futures_wait([done], _WAIT_S).done:
+                bar.show(self.comparison.progress)
+                if pump is not None:
+                    pump.pump()
+        except KeyboardInterrupt:
+            self.cancel_comparison()
+            futures_wait([done])
+            raise
+        return done.result()
+
+    def _refuse_beside_a_comparison(self, verb: str) -> None:
+        if self.comparison.pending:
+            raise RunError(f"{verb}: settings are being compared on this model; wait for the end, or session.cancel_comparison()")
+        if self._inspections.busy:
+            raise RunError(f"{verb}: steps of this model are being predicted (see Plan); wait for the end")
 
     def _look_for_change(self) -> None:
         """At a boundary of the run, on its thread."""
@@ -655,6 +902,10 @@ class AmpSession(LiveLoop):
             notes.append(self._recorder.notice)
         if self._pump is not None and self._pump.why_not:
             notes.append(self._pump.why_not)
+        if self.comparison.progress is not None:
+            notes.append("Settings are being compared (see Compare): training waits for that.")
+        if self._inspections.busy and self.run_state == "running":
+            notes.append("Steps are being predicted (see Plan): training waits for that.")
         notes += [f"From step {request.at_step} on: {describe_changes(request.changes)}." for request in self.scheduled]
         notes += [said for remark in tuple(self.remarks) if (said := remark())]
         return tuple(notes)

@@ -404,3 +404,91 @@ def test_only_the_runs_own_thread_may_use_the_model_meanwhile(monkeypatch: pytes
     assert said == ["check: a background run is training; pause it first: session.pause()"]
     assert isinstance(session.inspection("check").result, ParityReport)
     session.close()
+
+
+# ---- a loop of the user's own -----------------------------------------------------------------------------------------------
+
+
+def train_one(session: AmpSession, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    (optimizer,) = session.optimizers
+    optimizer.zero_grad()
+    with session.autocast():
+        loss = nn.functional.cross_entropy(session.model(batch[0]), batch[1])  # type: ignore[misc]
+    session.scaler.scale(loss).backward()
+    session.scaler.step(optimizer)
+    session.scaler.update()
+
+
+def on_another_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_preflight_is_made_at_the_next_boundary_of_a_loop_in_a_cell(threads: list[tuple[str, int]]) -> None:
+    session, (batch, *_) = made(), batches_of(1)
+    train_one(session, batch)
+    on_another_thread(lambda: session.inspect("preflight"))  # as a widget does while the cell is busy
+    assert session.inspection("preflight").pending
+    assert threads == []
+    train_one(session, batch)
+    assert threads == [("preflight", threading.get_ident())]
+    inspection = session.inspection("preflight")
+    assert (inspection.pending, inspection.why_not, inspection.step) == (False, None, 2)
+    assert isinstance(inspection.result, Findings)
+    train_one(session, batch)
+    assert len(threads) == 1
+    session.close()
+
+
+def test_a_preflight_that_no_boundary_came_for_is_made_when_the_loop_is_over(threads: list[tuple[str, int]]) -> None:
+    session, (batch, *_) = made(), batches_of(1)
+    train_one(session, batch)
+    on_another_thread(lambda: session.inspect("preflight"))
+    on_another_thread(session.dashboard_state)
+    assert session.inspection("preflight").pending
+    session.loop_ended()
+    on_another_thread(session.dashboard_state)  # as a view does by itself
+    assert isinstance(session.inspection("preflight").result, Findings)
+    assert len(threads) == 1
+    train_one(session, batch)
+    assert len(threads) == 1
+    session.close()
+
+
+def test_a_preflight_that_the_end_of_the_session_overtakes_says_so() -> None:
+    session, (batch, *_) = made(), batches_of(1)
+    train_one(session, batch)
+    on_another_thread(lambda: session.inspect("preflight"))
+    session.close()
+    inspection = session.inspection("preflight")
+    assert not inspection.pending
+    assert inspection.why_not is not None
+    assert "make one for it: aw.AmpSession(model, optimizer)" in inspection.why_not
+
+
+def test_what_cannot_be_inspected_is_said() -> None:
+    session = made()
+    with pytest.raises(SettingsError, match="inspect: got 'zz', expected one of 'dtype_map', 'check', 'preflight', 'precision'"):
+        session.inspect("zz")  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"call session.dtype_map\(batch, loss_fn\) or session.check\(batch, loss_fn\) in a cell"):
+        session.inspect("check")
+    session.in_cell = True  # of %%amp, which no other cell runs beside
+    with pytest.raises(RunError, match=r"when the cell is over, make a session of the model, session = aw.AmpSession\(model"):
+        session.inspect("check")
+    session.close()
+    for call in (session.check, session.dtype_map, session.precision_cost, session.preflight, session.profile_step):
+        with pytest.raises(RunError, match=r"is closed .*: aw.AmpSession\(model, optimizer\)"):
+            call(batches_of(1)[0], nn.functional.cross_entropy)  # type: ignore[operator]
+
+
+def test_a_cell_that_has_only_called_the_model_is_no_obstacle() -> None:
+    session, (batch, *_) = made(), batches_of(1)
+    names: dict[str, Any] = {"model": session.model, "inputs": batch[0]}
+    exec(compile("output = model(inputs)", "<a cell>", "exec"), names)
+    assert session.step_in_progress
+    assert isinstance(session.preflight(), Findings)
+    assert not session.step_in_progress
+    assert session.check(batch, nn.functional.cross_entropy).identical
+    session.close()

@@ -250,3 +250,20 @@ def test_record_and_note(shell: Any, capsys: pytest.CaptureFixture[str], tmp_pat
     with pytest.raises(MagicError, match="got nothing, expected a text"):
         shell.run_line_magic("amp", "note")
     session.close()
+
+
+def test_formats_reads_the_weights_of_the_newest_session(shell: Any) -> None:
+    pytest.importorskip("anywidget")
+    from amp_widgets.widgets.format_lab import FormatLab
+
+    model = put_model(shell)
+    shown: list[Any] = []
+    with AmpSession(model, shell.user_ns["optim"]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("amp_widgets.magics.display", shown.append)
+        model(torch.ones(4, 2)).sum().backward()
+        shell.user_ns["optim"].step()
+        shell.run_line_magic("amp", "formats")
+    (lab,) = shown
+    assert isinstance(lab, FormatLab)
+    assert [one.label.partition("[")[0] for one in lab.state.samples] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert {(one.lr, one.step) for one in lab.state.samples} == {(0.1, 1)}

@@ -6,6 +6,9 @@ import functools
 from typing import Literal
 
 import torch
+from torch import nn
+
+from amp_widgets.core.layers import inner_model
 
 AutocastList = Literal["lower", "fp32", "promote"]
 
@@ -35,6 +38,40 @@ def knows(device_type: str) -> bool:
     return device_type in LISTS
 
 
+def is_left_alone(format: str) -> bool:
+    """Whether autocast casts no tensor of this format, whatever list the operator is on; as in ``"fp64"`` or ``"complex64"``.
+
+    ``is_eligible`` and ``is_autocast_eligible`` in ``aten/src/ATen/autocast_mode.h``.
+    """
+    return format == "fp64" or format.startswith("complex")
+
+
+def left_alone_text(model: nn.Module) -> list[str]:
+    """A sentence on the parameters that autocast leaves alone because of their format; none where there are none."""
+    formats: dict[str, list[str]] = {}
+    total = 0
+    for name, parameter in inner_model(model).named_parameters():
+        total += 1
+        format = format_name(parameter.dtype)
+        if is_left_alone(format):
+            formats.setdefault(format, []).append(name)
+    found = [name for names in formats.values() for name in names]
+    if not found:
+        return []
+    which = "All parameters" if len(found) == total else f"{len(found)} of {total} parameters, {found[0]} the first,"
+    named = " and ".join(formats)
+    return [f"{which} are {named}, which autocast leaves alone: with and without it, what they are used in is not cast."]
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp64"``, or torch's name of another.
+
+    >>> format_name(torch.float64), format_name(torch.complex64)
+    ('fp64', 'complex64')
+    """
+    return _FORMATS.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def is_cast_in_code(operator: str) -> bool:
     """Whether it is a conversion that somebody wrote down, not one that autocast put in."""
     return _plain(operator) in _CASTS
@@ -62,6 +99,7 @@ def _has_kernel(name: str, device_type: str) -> bool:
     return any(has(overload, key) for overload in names)
 
 
+_FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _ARITHMETIC = ("add", "sub", "mul", "matmul", "pow", "truediv", "floordiv", "mod")
 _REFLECTED = {"rdiv": "div", "rpow": "pow", "truediv": "div", "rtruediv": "div", "itruediv": "div"}
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_widgets.analysis.autocast_lists import AutocastList, autocast_list, knows
+from amp_widgets.analysis.autocast_lists import AutocastList, autocast_list, is_left_alone, knows
 from amp_widgets.analysis.operator_watch import LOSS, MODEL, OperatorWatch, Reason, Seen
 from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, trial
@@ -88,8 +88,8 @@ class OperatorDtypes:
 
     @property
     def inserted(self) -> bool:
-        """Whether its casts are autocast's, and not written in the code."""
-        return self.reason != "written"
+        """Whether its casts are autocast's: not written in the code, nor those of gradients where autocast is off."""
+        return self.reason not in ("written", "off", "disabled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,9 +246,14 @@ def _casts_text(count: int, nbytes: int) -> str:
 
 def _row(seen: Seen, device_type: str) -> OperatorDtypes:
     fields = {field.name: getattr(seen, field.name) for field in dataclasses.fields(seen) if field.name not in ("inside", "ops")}
-    lists = [] if device_type == "cuda" else [autocast_list(operator, "cuda") for operator in (seen.operator, *seen.ops)]
-    predicted = next((one for one in lists if one is not None), None)
+    no_prediction = device_type == "cuda" or all(map(is_left_alone, seen.dtypes_in))
+    predicted = None if no_prediction else _list_of(seen, "cuda")
     return OperatorDtypes(**fields, why=_why(seen, device_type), on_cuda=predicted)
+
+
+def _list_of(seen: Seen, device_type: str) -> AutocastList | None:
+    lists = (autocast_list(operator, device_type) for operator in (seen.operator, *seen.ops))
+    return next((one for one in lists if one is not None), None)
 
 
 def _why(seen: Seen, device_type: str) -> str:
@@ -273,6 +278,8 @@ def _why(seen: Seen, device_type: str) -> str:
             text = "a conversion written in the code"
         case "unknown":
             text = "called by compiled code, where only what comes after a cast is seen"
+        case "through" if all(map(is_left_alone, seen.dtypes_in)) and _list_of(seen, device_type) is not None:
+            text = f"autocast leaves {' and '.join(seen.dtypes_in)} alone, whatever list of {whose}'s {name} is on"
         case "through":
             text = f"on none of {whose}'s lists: it takes what comes" if knows(device_type) else "it takes what comes"
     if seen.function == seen.operator != "":

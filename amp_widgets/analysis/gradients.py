@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -18,12 +20,14 @@ from amp_widgets.core.gradient_probe import (
     HIGHEST_EXPONENT,
     INF_BUCKET,
     LOWEST_EXPONENT,
+    MODEL,
     NAN_BUCKET,
     SUBNORMAL_BUCKET,
     ZERO_BUCKET,
     CountedGradients,
     Family,
     GradientCounts,
+    larger,
 )
 from amp_widgets.core.layers import is_glob, parts_match
 from amp_widgets.core.settings import format_scale
@@ -34,6 +38,10 @@ EXPONENTS = tuple(range(LOWEST_EXPONENT - 1, HIGHEST_EXPONENT + 1))
 """Of `LayerRange.by_exponent`; the first stands for all that is smaller than 2^-126."""
 MOST_EXPONENT = 40
 """Scales from 1 to 2 to this power are offered."""
+HEADROOM = 8.0
+"""How much larger gradients may become at the scale that is suggested, if that costs nothing: they differ from step to step."""
+HIDDEN = 0.5
+"""With a larger share of zeros that may have been something else, those that are left tell nothing of the scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +84,8 @@ class Shares:
     normal
         Are kept as well as the format can.
     overflow
-        Become inf; one of them is enough to have the step skipped.
+        Become inf; one of them is enough to have the step skipped. 0 only where none of all gradients does, also where the other
+        shares are of a sample.
     counted
         How many gradients these are shares of, about. 0: all shares are NaN.
     zeros
@@ -106,12 +115,13 @@ class LayerRange:
 
     Attributes
     ----------
-    layer, family, dtype, arrivals, elements
+    layer, family, dtype, arrivals, elements, looked_at, peaks, wide
         As in `CountedGradients`; where several rows were added, what they have in common or ``""``.
     scale
         The loss scale that they had been multiplied by.
     weights
-        About how many there are, by bucket, also where not all were looked at. Shape ``(BUCKETS,)``, float64.
+        About how many there are, by bucket. Where only a sample was looked at, and the largest of all was not in it, that one is
+        there nevertheless. Shape ``(BUCKETS,)``, float64.
     """
 
     layer: str
@@ -119,8 +129,11 @@ class LayerRange:
     dtype: str
     arrivals: int
     elements: int
+    looked_at: int
     scale: float
     weights: npt.NDArray[np.float64]
+    peaks: Mapping[str, float]
+    wide: bool = False
 
     def shares(self, scale: float | None = None, format: HalfFormat = "fp16") -> Shares:
         """What a format would make of these gradients at a loss scale.
@@ -136,7 +149,9 @@ class LayerRange:
         -----
         Exact for what was looked at where `scale` differs by a power of two, but for two things: fp16 rounds the largest
         thousandth below 2^-14 up to it; and what is below 2^-126 is taken to be spread evenly there. With other factors, a bucket
-        that an edge goes through is taken to be spread evenly over its exponents.
+        that an edge goes through is taken to be spread evenly over its exponents. Whether any overflow is exact in all cases.
+        Where a sample was looked at, the standard error of a share is 0.28 percentage points at most, and less where few are
+        meant: see `amp_widgets.core.gradient_probe.SAMPLE_ELEMENTS`.
 
         Raises
         ------
@@ -158,6 +173,8 @@ class LayerRange:
         flushed = _part_below(zones.flushed / factor, included=True)
         small = np.maximum(_part_below(zones.normal / factor, included=False), flushed)
         stored = np.maximum(_part_below(zones.overflow / factor, included=False), small)
+        if self.largest * factor < zones.overflow:
+            stored[:] = 1.0  # also of a bucket that the edge goes through
         return Shares(
             flushed=float(known @ flushed) / total,
             subnormal=float(known @ (small - flushed)) / total,
@@ -175,10 +192,31 @@ class LayerRange:
         return np.concatenate([[self.weights[SUBNORMAL_BUCKET:3].sum()], found])
 
     @property
+    def peak(self) -> float:
+        """The largest absolute value of all, as stored, exactly; inf where one is inf, NaN where one is NaN."""
+        return functools.reduce(larger, self.peaks.values(), 0.0)
+
+    @property
+    def finite(self) -> bool:
+        """Whether none of all is inf or NaN."""
+        return math.isfinite(self.peak)
+
+    @property
     def largest(self) -> float:
-        """A number that the largest finite one that was looked at, as stored, is not above; 0 where all were zero."""
+        """The largest absolute value, as stored; where one is inf or NaN, about the largest finite one that was looked at."""
+        if self.finite:
+            return self.peak
         places = np.flatnonzero(self.weights[:INF_BUCKET])
         return 0.0 if not places.size or places[-1] == ZERO_BUCKET else float(_edges()[places[-1]])
+
+    @property
+    def counted_text(self) -> str:
+        """How many there are, and how many of them were looked at if these are fewer: ``32,768 of 1,048,576``."""
+        return f"{self.elements:,}" if self.looked_at >= self.elements else f"{self.looked_at:,} of {self.elements:,}"
+
+    def full_name(self, name: str) -> str:
+        """Of a parameter in `peaks`, as the model calls it."""
+        return name if self.layer == MODEL else f"{self.layer}.{name}"
 
     @property
     def zeros(self) -> float:
@@ -207,7 +245,9 @@ class SafeScale:
     largest
         The largest at which nothing overflows, with the margin that was asked for.
     least_loss
-        The one up to there at which the fewest become zero, then the fewest lose bits; of equals the smallest.
+        The one up to there at which the fewest become zero, then the fewest lose bits. Of equals the largest that leaves a factor
+        of `HEADROOM` below overflow: a higher scale also saves the smaller gradients of later steps. Where none of them leaves
+        so much, the smallest.
     """
 
     largest: float | None
@@ -260,6 +300,50 @@ class GradientRange:
         """The outputs whose gradients a narrow format holds: those that are stored so, or in a step without such, all."""
         return tuple(row for row in self.outputs if row.dtype in ZONES) if self.in_half else self.outputs
 
+    @property
+    def parameters_at_stake(self) -> tuple[LayerRange, ...]:
+        """The parameters whose gradients fp16 holds on their way, though they arrive in fp32.
+
+        Not those which autocast leaves alone, of normalisations and embeddings; nor, in a step in 16 bits, those of a layer whose
+        own outputs all have fp32 gradients: it is kept in fp32.
+        """
+        narrow = {row.layer for row in self.at_stake}
+        kept = {row.layer for row in self.outputs} - narrow
+        return tuple(row for row in self.parameters if not row.wide and row.layer not in kept)
+
+    def overflowing(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[str, ...]:
+        """The parameters whose gradients would overflow at a loss scale, the largest first: one is enough for a skipped step.
+
+        Parameters
+        ----------
+        scale, format
+            As for `LayerRange.shares`. What had overflowed already is known to do so at the same scale and above, and not below.
+
+        Raises
+        ------
+        FormatError
+            When the format is none of those that are known, or `scale` is no number above 0.
+        """
+        zones = _zones(format)
+        factor = (self.scale if scale is None else _checked(scale)) / self.scale
+        found = [
+            (peak if math.isfinite(peak) else math.inf, row.full_name(name))
+            for row in self.parameters_at_stake
+            for name, peak in row.peaks.items()
+            if (peak * factor >= zones.overflow if math.isfinite(peak) else factor >= 1)
+        ]
+        return tuple(name for _, name in sorted(found, key=lambda pair: -pair[0]))
+
+    @property
+    def zeros_hide(self) -> bool:
+        """Whether so many of the gradients were zero, and may have become it in fp16, that the others tell nothing of the scale.
+
+        A layer's zeros are taken for true ones where of its other gradients hardly any is small enough to have lost bits.
+        """
+        rows = [row for row in self.at_stake if row.dtype == "fp16"]
+        hidden = sum(row.zeros for row in rows if not row.shares().subnormal <= _FEW)
+        return hidden > HIDDEN * sum(row.elements for row in self.at_stake)
+
     def matching(self, pattern: str) -> GradientRange:
         """Of layers that fit a glob as it is used for checkpointing, or several with spaces between; without ``*``, ``?`` and
         ``[`` a part of the name is enough. An empty one fits all."""
@@ -297,7 +381,7 @@ class GradientRange:
         return self.total.shares(scale, format)
 
     def safe_scale(self, *, margin: float = 2.0, format: HalfFormat = "fp16") -> SafeScale:
-        """Loss scales that suit these gradients. The parameters' count for what overflows: fp16 holds theirs as well, at first.
+        """Loss scales that suit these gradients. Those of `parameters_at_stake` count for what overflows.
 
         Parameters
         ----------
@@ -310,32 +394,38 @@ class GradientRange:
             When the format is none of those that are known, or the margin is below 1.
         """
         zones = _zones(format)
-        if not margin >= 1:
+        if not _checked(margin, "margin") >= 1:
             raise FormatError(f"margin: got {margin!r}, expected 1 or more")
-        rows = (*self.at_stake, *self.parameters)
+        rows = (*self.at_stake, *self.parameters_at_stake)
         largest = max((row.largest for row in rows), default=0.0)
         total = self.total
-        if not largest or any(row.infs or row.nans for row in rows):
+        if not largest or not all(row.finite for row in rows):
             return SafeScale(largest=None, least_loss=None)
         highest = min(_power_below(zones.overflow / margin / largest * self.scale), MOST_EXPONENT)
         if highest < 0:
             return SafeScale(largest=None, least_loss=None)
         found = {exponent: total.shares(2.0**exponent, format) for exponent in range(highest + 1)}
         best = min(found, key=lambda exponent: (found[exponent].flushed, found[exponent].subnormal, exponent))
-        return SafeScale(largest=2.0**highest, least_loss=2.0**best)
+        with_room = min(_power_below(zones.overflow / max(margin, HEADROOM) / largest * self.scale), MOST_EXPONENT)
+        return SafeScale(largest=2.0**highest, least_loss=2.0 ** max(best, with_room))  # up to the highest, none is worse
 
     def first_nonfinite(self) -> LayerRange | None:
         """The output whose gradient, in the order of production, was the first with inf or NaN; None when none had any."""
-        return next((row for row in self.outputs if row.infs or row.nans), None)
+        return next((row for row in self.outputs if not row.finite), None)
 
     def sentences(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[str, ...]:
         """In words what a format makes of the gradients at a scale, in all."""
         return tuple(_sentences(self, self.scale if scale is None else scale, format))
 
     def worst(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[tuple[LayerRange, Shares], ...]:
-        """The outputs `at_stake` with their shares: first those that overflow most, then those that lose most."""
+        """The outputs `at_stake` with their shares: first those that overflow most, or whose parameters do, then those that lose
+        most."""
         rows = [(row, row.shares(scale, format)) for row in self.at_stake]
-        return tuple(sorted(rows, key=lambda pair: _badness(pair[1]), reverse=True))
+        too_large = {name.rpartition(".")[0] or MODEL for name in self.overflowing(scale, format)}
+        return tuple(sorted(rows, key=lambda pair: _badness(pair[1], pair[0].layer in too_large), reverse=True))
+
+    def _parameters_not_finite(self) -> list[str]:
+        return [row.full_name(name) for row in self.parameters for name, peak in row.peaks.items() if not math.isfinite(peak)]
 
     def __repr__(self) -> str:
         return "\n".join([*self.sentences(), *table_text(self._rows(), words=(0, 1)), *self.notes])
@@ -345,12 +435,15 @@ class GradientRange:
         return f"<div>{words}{table_html(self._rows(), words=(0, 1))}</div>"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        shown = self.worst()[:_SHOWN]
+        shown, too_large = self.worst()[:_SHOWN], self.overflowing()
         rows = [
-            (row.layer, row.dtype, *(percent(share) for share in (s.flushed, s.subnormal, s.normal, s.overflow, s.zeros)))
+            (
+                row.layer, row.dtype, *(percent(share) for share in (s.flushed, s.subnormal, s.normal)),
+                overflow_text(row.layer, s.overflow, too_large), percent(s.zeros), row.counted_text,
+            )
             for row, s in shown
-        ]
-        return [("layer", "stored in", "to zero", "subnormal", "normal", "to inf", "zero already"), *rows]
+        ]  # fmt: skip
+        return [("layer", "stored in", "to zero", "subnormal", "normal", "to inf", "zero already", "counted"), *rows]
 
 
 def together(rows: Sequence[LayerRange], layer: str, *, scale: float = 1.0) -> LayerRange:
@@ -363,9 +456,25 @@ def together(rows: Sequence[LayerRange], layer: str, *, scale: float = 1.0) -> L
         dtype=dtypes.pop() if len(dtypes) == 1 else "",
         arrivals=sum(row.arrivals for row in rows),
         elements=sum(row.elements for row in rows),
+        looked_at=sum(row.looked_at for row in rows),
         scale=rows[0].scale if rows else scale,
         weights=np.sum([row.weights for row in rows], axis=0) if rows else np.zeros(BUCKETS),
+        peaks={
+            name: functools.reduce(larger, (row.peaks[name] for row in rows if name in row.peaks))
+            for name in dict.fromkeys(name for row in rows for name in row.peaks)
+        },
+        wide=bool(rows) and all(row.wide for row in rows),
     )
+
+
+def overflow_text(layer: str, share: float, too_large: Iterable[str]) -> str:
+    """The share of a layer's outputs that overflow, and its parameters among those that do.
+
+    >>> overflow_text("head", 0.0, ["head.weight", "stem.weight"])
+    '0 %, its weight'
+    """
+    names = [name.rpartition(".") for name in too_large]
+    return ", its ".join([percent(share), *(name for inside, _, name in names if (inside or MODEL) == layer)])
 
 
 def percent(share: float) -> str:
@@ -386,19 +495,33 @@ def percent(share: float) -> str:
 
 
 _SHOWN = 30
+_FEW = 0.01
+_NAMED = 3
 
 
 def _layer_range(row: CountedGradients, scale: float) -> LayerRange:
-    counted = int(row.counts.sum())
-    weights = row.counts.astype(np.float64) * (row.elements / counted if counted else 0.0)
-    return LayerRange(
-        layer=row.layer, family=row.family, dtype=row.dtype, arrivals=row.arrivals, elements=row.elements, scale=scale,
-        weights=weights,
+    found = LayerRange(
+        layer=row.layer, family=row.family, dtype=row.dtype, arrivals=row.arrivals, elements=row.elements,
+        looked_at=row.looked_at, scale=scale, weights=row.counts, peaks=row.peaks, wide=row.wide,
     )  # fmt: skip
+    bucket = _bucket(found.peak)
+    if row.counts[bucket] or not row.elements:
+        return found
+    weights = row.counts * ((row.elements - 1) / row.elements)
+    weights[bucket] = 1.0
+    return dataclasses.replace(found, weights=weights)
 
 
-def _zones(format: str) -> Zones:
-    if format not in ZONES:
+def _bucket(value: float) -> int:
+    """The same as `amp_widgets.core.gradient_probe.bucket_of`, of one number of fp32."""
+    if math.isnan(value):
+        return NAN_BUCKET
+    bits = int(np.float32(value).view(np.int32))
+    return ((bits - 1) >> 23) + (bits >> 23) + ((bits + 0x1000) >> 23) + 1
+
+
+def _zones(format: object) -> Zones:
+    if not isinstance(format, str) or format not in ZONES:
         raise FormatError(f"format: got {format!r}, expected one of {', '.join(map(repr, ZONES))}")
     return ZONES[format]
 
@@ -409,10 +532,14 @@ def _power_below(value: float) -> int:
     return power - 2 if mantissa == 0.5 else power - 1
 
 
-def _checked(scale: float) -> float:
-    if not 0 < scale < math.inf:
-        raise FormatError(f"scale: got {scale!r}, expected a number above 0")
-    return float(scale)
+def _checked(scale: object, name: str = "scale") -> float:
+    try:
+        number = math.nan if isinstance(scale, (bool, str)) else float(scale)  # type: ignore[arg-type]  # numpy and torch scalars
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise FormatError(f"{name}: got {scale!r}, expected a number above 0")
+    return number
 
 
 def _edges() -> npt.NDArray[np.float64]:
@@ -451,9 +578,9 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
     return any(parts_match(name.split("."), one.split(".")) if is_glob(one) else one.lower() in name.lower() for one in patterns)
 
 
-def _badness(shares: Shares) -> tuple[Any, ...]:
+def _badness(shares: Shares, parameters_overflow: bool) -> tuple[Any, ...]:
     known = [0.0 if math.isnan(share) else share for share in (shares.overflow, shares.flushed, shares.subnormal)]
-    return shares.nonfinite > 0, known[0] > 0, known[0], known[1], known[2]
+    return shares.nonfinite > 0, known[0] > 0 or parameters_overflow, known[0], known[1], known[2]
 
 
 def _sentences(found: GradientRange, scale: float, format: HalfFormat) -> Iterable[str]:
@@ -466,22 +593,48 @@ def _sentences(found: GradientRange, scale: float, format: HalfFormat) -> Iterab
             f"{percent(shares.nonfinite)} of the gradients were inf or NaN at {_at(found.scale)}: how large they would have been "
             "is not known"
         )
+    too_large = found.overflowing(scale, format)
     if shares.counted:
         who = "" if shares.nonfinite else " of the gradients"
         loses = f"{percent(shares.flushed)}{who} become zero, {percent(shares.subnormal)} keep fewer bits"
-        too_large = "none overflows" if not shares.overflow else f"{percent(shares.overflow)} overflow: the step would be skipped"
-        yield f"{format} at {_at(scale)}{', of the others' if shares.nonfinite else ''}: {loses}, {too_large}"
+        overflow = "none overflows"
+        if shares.overflow:
+            overflow = f"{percent(shares.overflow)} overflow: the step would be skipped"
+        elif too_large:
+            overflow = f"none overflows, but {_gradients_of(too_large)} would: the step would be skipped"
+        yield f"{format} at {_at(scale)}{', of the others' if shares.nonfinite else ''}: {loses}, {overflow}"
     else:
         yield "The others are zero" if shares.nonfinite else "All gradients are zero"
+    if too_large and (shares.overflow or not shares.counted):
+        verb = "overflow as well" if shares.overflow else "overflow: the step would be skipped"
+        yield f"{format} at {_at(scale)}: {_gradients_of(too_large)} would {verb}"
+    gone = [] if scale >= found.scale else found._parameters_not_finite()
+    if gone:
+        words = _gradients_of(gone)
+        yield (
+            f"{words[0].upper()}{words[1:]} {'was' if len(gone) == 1 else 'were'} inf or NaN at {_at(found.scale)}: whether that "
+            "is so at this one is not known"
+        )
+    total = found.total
+    if total.looked_at < total.elements:
+        yield (
+            f"Shares are from a sample of {total.counted_text}, each layer's right to within 1 percentage point; what overflows, "
+            "and what was inf or NaN, was looked for in all"
+        )
     if shares.zeros and shares.counted:
         said = f"{percent(shares.zeros)} were zero already when they were counted, and are not in these shares"
         because = ""
-        if found.in_half:
+        if any(row.dtype == "fp16" for row in found.outputs):
             because = (
-                f": those that had become zero at {_at(found.scale)} are among them and cannot be told from true "
-                "zeros; a step in fp32 or bf16, or one at a higher scale, shows them"
+                f": those that had become zero at {_at(found.scale)} are among them and cannot be told from true zeros, so that no "
+                "scale is seen to save them; a step in fp32 or bf16, or one at a higher scale, shows them"
             )
         yield said + because
+
+
+def _gradients_of(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return f"the gradient{'s' if len(names) > 1 else ''} of {shown}"
 
 
 def _at(scale: float) -> str:

@@ -9,17 +9,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from amp_widgets.analysis.batch_sizes import BatchSizes, largest_batch
+from amp_widgets.analysis.comparison import Progress
+from amp_widgets.analysis.cuda_corners import predict_corners_on_cuda
 from amp_widgets.analysis.dtype_map import DtypeMap, dtype_map
+from amp_widgets.analysis.on_cuda import CudaPredictions
 from amp_widgets.analysis.parity import ParityReport, check
+from amp_widgets.analysis.plan import Plan
+from amp_widgets.analysis.plans import Plans
 from amp_widgets.analysis.precision import PrecisionReport, precision_cost
 from amp_widgets.analysis.preflight import Findings, preflight
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.errors import AmpWidgetsError
 
-InspectionKind = Literal["dtype_map", "check", "preflight", "precision", "precision_fp64"]
-"""The last two are what precision costs: fp16 and bf16 against fp32; and these two and fp32 against fp64."""
+InspectionKind = Literal[
+    "dtype_map", "check", "preflight", "precision", "precision_fp64", "plan", "largest_batch", "predict_on_cuda"
+]
+"""``precision`` and ``precision_fp64`` are what precision costs: fp16 and bf16 against fp32; and these two and fp32 against fp64."""
+TAKES_LONG: frozenset[InspectionKind] = frozenset({"plan", "largest_batch", "predict_on_cuda"})
+"""Seconds, or minutes; and all but a plan can be cancelled."""
 
-Result = DtypeMap | ParityReport | Findings | PrecisionReport
+Result = DtypeMap | ParityReport | Findings | PrecisionReport | Plan | BatchSizes | CudaPredictions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,50 +46,92 @@ class Inspection:
         Whether one was asked for and is not there yet.
     why_not
         Why the last one that was asked for could not be made, or None; begins with the kind, as errors do.
+    progress
+        How far the one is that is being made, where that is known.
+    cancelling
+        Whether that is to be ended early.
     """
 
     result: Result | None = None
     step: int = 0
     pending: bool = False
     why_not: str | None = None
+    progress: Progress | None = None
+    cancelling: bool = False
 
 
 class Inspections:
-    """The newest dtype map, parity report, preflight and report on precision of one loop. May be asked from any thread."""
+    """The newest of each kind of one loop. May be asked from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[InspectionKind, Inspection] = {}
+        self._asked: dict[InspectionKind, Mapping[str, Any]] = {}  # how, of what has not begun
+        self._begun: dict[InspectionKind, Mapping[str, Any]] = {}
+        self._plans = Plans()
 
     def of(self, kind: InspectionKind) -> Inspection:
         """How it stands."""
         return self._newest.get(kind, _NONE)
 
-    def ask(self, kind: InspectionKind) -> bool:
-        """Note that one is asked for; False where one is already."""
+    def ask(self, kind: InspectionKind, **options: Any) -> bool:
+        """Note that one is asked for; whether `carry_out` has to be called for it.
+
+        It has not while another of its kind has not begun, in whose place it is made, or while the same is being made.
+        """
         with self._lock:
-            earlier = self.of(kind)
-            if earlier.pending:
+            if kind in self._asked or self._begun.get(kind) == options:
+                if kind in self._asked:
+                    self._asked[kind] = options
                 return False
-            self._newest[kind] = dataclasses.replace(earlier, pending=True)
+            self._asked[kind] = options
+            self._put(kind, pending=True)
             return True
+
+    def cancel(self, kind: InspectionKind) -> None:
+        """End the one that is being made as soon as can be; nothing happens where there is none."""
+        with self._lock:
+            if self.of(kind).pending:
+                self._put(kind, cancelling=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one that takes long is being made, or asked for."""
+        return any(self.of(kind).pending for kind in TAKES_LONG)
 
     def keep(self, kind: InspectionKind, result: Result, step: int) -> None:
         """This is the newest."""
         with self._lock:
-            self._newest[kind] = Inspection(result=result, step=step)
+            earlier = self.of(kind)
+            self._newest[kind] = dataclasses.replace(earlier, result=result, step=step, why_not=None)
 
-    def carry_out(self, kind: InspectionKind, loop: LiveLoop, batch: Any, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+    def forget_model(self) -> None:
+        """Let go of the model; the results stay."""
+        self._plans.forget()
+
+    def carry_out(
+        self,
+        kind: InspectionKind,
+        loop: LiveLoop,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        *,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Make one, between two steps, on the calling thread. What it raises is kept as `Inspection.why_not`.
 
         Parameters
         ----------
         batch, loss_fn
             As `amp_widgets.analysis.parity.check` takes them; both None where they are not known, which will do for a preflight.
+        stopping
+            Asked now and then by what takes long; True cancels it.
         """
         why_not: str | None = f"{kind}: it was interrupted"
+        with self._lock:
+            options = self._begun[kind] = self._asked.pop(kind, {})
         try:
-            self.keep(kind, _MAKE[kind](loop, batch, loss_fn), loop.step)
+            self.keep(kind, self._maker(kind, stopping)(loop, batch, loss_fn, **options), loop.step)
             why_not = None
         except AmpWidgetsError as error:
             why_not = str(error)
@@ -87,16 +139,38 @@ class Inspections:
             words = str(error).splitlines()
             why_not = f"{kind}: {type(error).__name__}: {words[0] if words else ''}"
         finally:
-            if why_not is not None:
-                with self._lock:
-                    self._newest[kind] = dataclasses.replace(self.of(kind), pending=False, why_not=why_not)
+            with self._lock:
+                del self._begun[kind]
+                self._put(kind, pending=kind in self._asked, why_not=why_not, progress=None, cancelling=False)
+
+    def _maker(self, kind: InspectionKind, stopping: Callable[[], bool]) -> Callable[..., Result]:
+        if kind == "plan":
+            return self._plans.plan
+        if kind not in TAKES_LONG:
+            return _MAKE[kind]
+        newest = self.of("plan").result
+        return partial(
+            _MAKE[kind],
+            planned=newest if isinstance(newest, Plan) else None,
+            on_progress=partial(self._tell, kind),
+            cancelled=lambda: self.of(kind).cancelling or stopping(),
+        )
+
+    def _tell(self, kind: InspectionKind, progress: Progress) -> None:
+        with self._lock:
+            self._put(kind, progress=progress)
+
+    def _put(self, kind: InspectionKind, **changes: Any) -> None:
+        self._newest[kind] = dataclasses.replace(self.of(kind), **changes)
 
 
 _NONE = Inspection()
-_MAKE: Mapping[InspectionKind, Callable[[LiveLoop, Any, Any], Result]] = {
+_MAKE: Mapping[InspectionKind, Callable[..., Result]] = {
     "dtype_map": dtype_map,
     "check": check,
     "preflight": preflight,
     "precision": precision_cost,
     "precision_fp64": partial(precision_cost, formats=("fp32", "fp16", "bf16"), reference="fp64"),
+    "largest_batch": largest_batch,
+    "predict_on_cuda": predict_corners_on_cuda,
 }

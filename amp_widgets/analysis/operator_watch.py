@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_widgets.analysis.autocast_lists import autocast_list, is_cast_in_code
-from amp_widgets.core.fp32_layers import cast_inputs
+from amp_widgets.analysis.autocast_lists import autocast_list, format_name, is_cast_in_code, is_left_alone
+from amp_widgets.analysis.checkpoint_calls import CheckpointCall, watching_checkpoints
+from amp_widgets.core.fp32_inputs import cast_inputs
 from amp_widgets.core.layers import inner_model, named_layers
 
 MODEL = "(model)"
@@ -30,9 +31,9 @@ Reason = Literal["off", "lower", "fp32", "promote", "through", "disabled", "kept
 """Why an operator computes in the format it does:
 
 ``off``: autocast is off. ``lower``, ``fp32``, ``promote``: the list of autocast that it is on, or an operator that it is made
-of. ``through``: on no list, it takes what comes. ``disabled``: it is in a region with ``enabled=False``. ``kept``: in a layer
-that is kept in FP32. ``written``: a conversion that is written in the code. ``unknown``: it was called by compiled code, where
-what it was given before a cast cannot be seen.
+of. ``through``: it takes what comes, as it is on no list, or autocast leaves such formats alone. ``disabled``: it is in a region
+with ``enabled=False``. ``kept``: in a layer that is kept in FP32. ``written``: a conversion that is written in the code.
+``unknown``: it was called by compiled code, where what it was given before a cast cannot be seen.
 """
 
 
@@ -79,7 +80,8 @@ class OperatorWatch:
 
     Above it, a function mode sees what an operator is called with; below it, a dispatch mode sees the casts and what is really
     computed. Nodes of the graph are told apart by torch's own numbers, so that an op of the backward pass belongs to the operator
-    and the layer that made its node. Layers are followed by two global hooks.
+    and the layer that made its node. Layers are followed by two global hooks. What a checkpoint of the user's computes again
+    belongs to the layer that called it.
 
     Parameters
     ----------
@@ -105,10 +107,11 @@ class OperatorWatch:
         self._seen: dict[Any, Seen] = {}
         self._inside: list[str] = []  # the layers that are being called
         self._depth: int | None = None  # how many were when the backward pass began
+        self._task = -1  # torch's number of that pass; a reentrant checkpoint makes one of its own within it
         self._begun = False
         self._call: _Call | None = None  # of an operator
-        self._numbers = [torch._C._autograd._get_sequence_nr()]  # from which node on they were made by ...
-        self._owners: list[str | Seen] = [LOSS]  # ... which operator, or between two of them in which layer
+        self._written = ""  # the conversion that is being called in the backward pass
+        self._makers = {self._thread: _Makers(torch._C._autograd._get_sequence_nr())}  # each thread numbers its nodes by itself
         self._above = _Above(self)
         self._below = _Below(self)
 
@@ -119,6 +122,7 @@ class OperatorWatch:
                 register_module_forward_hook(self._layer_ends, always_call=True),
             ):
                 stack.callback(handle.remove)
+            stack.enter_context(watching_checkpoints(self._checkpoint_begins))
             stack.enter_context(self._below)
             stack.enter_context(self._above)
             self._stack = stack.pop_all()
@@ -173,6 +177,22 @@ class OperatorWatch:
             frame = frame.f_back
         return self._layer
 
+    def _checkpoint_begins(self, call: CheckpointCall) -> tuple[Callable[..., Any], Callable[[], None]]:
+        layer = self._layer
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._in_backward():
+                return call.function(*args, **kwargs)
+            self._look_at_pass()
+            depth = len(self._inside)
+            self._inside.append(layer)
+            try:
+                return call.function(*args, **kwargs)
+            finally:
+                del self._inside[depth:]
+
+        return run, lambda: None
+
     # ---- passes -----------------------------------------------------------------------------------------------------
 
     def _look_at_pass(self) -> None:
@@ -180,6 +200,7 @@ class OperatorWatch:
             self._depth = None
         elif self._depth is None:
             self._depth = len(self._inside)
+            self._task = torch._C._current_graph_task_id()
 
     def _in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -205,10 +226,17 @@ class OperatorWatch:
         """Run an operator, from above autocast."""
         self._look_at_pass()
         again = self._in_backward()
-        if self._call is not None or not self._begun or (again and not self._recomputes()):
+        name = getattr(function, "__name__", str(function))
+        if self._call is not None or not self._begun:
             return function(*args, **kwargs)
+        if again and not self._recomputes():  # in the code of a backward
+            self._written = name if is_cast_in_code(name) else ""
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._written = ""
         call = self._call = _Call(
-            operator=getattr(function, "__name__", str(function)),
+            operator=name,
             layer=self._layer_of_recompute() if again else self._layer,
             inputs=_formats((args, kwargs)),
             on=torch.is_autocast_enabled(self._device_type),
@@ -282,6 +310,8 @@ class OperatorWatch:
             if any(call.layer == name or call.layer.startswith(f"{name}.") for name in self._kept):
                 return "kept", ""
             return ("off" if self._off else "disabled"), ""
+        if all(map(is_left_alone, call.inputs)):
+            return "through", ""
         own = autocast_list(call.operator, self._device_type)
         if own is not None:
             return own, ""
@@ -304,20 +334,32 @@ class OperatorWatch:
         if seen is None:
             return
         if _is_cast(op, args, output):
+            if self._written:
+                seen = self._written_in(seen, node)
             seen.backward_casts += 1
             seen.backward_cast_bytes += output.nbytes
         elif _computes(op) and not _accumulates(op, node, args):
             formats = _formats((args, kwargs))
             seen.backward_compute += tuple(one for one in formats if one not in seen.backward_compute)
 
+    def _written_in(self, around: Seen, node: Any) -> Seen:
+        """The record of a conversion that is written in the code of a backward."""
+        function = _function_of(node)
+        key = (around.layer, function, self._written)
+        if key not in self._seen:
+            self._seen[key] = Seen(around.layer, self._written, function, (), (), (), "written", "")
+        return self._seen[key]
+
     def _maker_of(self, node: Any) -> Seen | None:
-        owner = self._owners[max(bisect_right(self._numbers, node._sequence_nr()) - 1, 0)]
+        # the nodes of a pass within the pass were made on the thread that runs it, in a recompute
+        thread = self._thread if torch._C._current_graph_task_id() == self._task else threading.get_ident()
+        makers = self._makers.get(thread)
+        owner = LOSS if makers is None else makers.of(node._sequence_nr())
         if isinstance(owner, Seen):
             return owner
-        function = getattr(type(node), "_forward_cls", None)
-        if function is None or function.__module__.startswith("torch."):
+        name = _function_of(node)
+        if not name:
             return None
-        name = function.__name__
         key = (owner, name)
         if key not in self._seen:
             self._seen[key] = Seen(owner, name, name, (), (), (), "through", "")
@@ -325,8 +367,23 @@ class OperatorWatch:
 
     def _mark(self, owner: str | Seen, number: int | None = None) -> None:
         """The nodes that this thread makes from now on, or from a number on, are somebody's."""
-        self._numbers.append(torch._C._autograd._get_sequence_nr() if number is None else number)
+        makers = self._makers.setdefault(threading.get_ident(), _Makers(0))
+        makers.mark(owner, torch._C._autograd._get_sequence_nr() if number is None else number)
+
+
+class _Makers:
+    """Who made the nodes of a thread: an operator, or between two of them a layer."""
+
+    def __init__(self, first: int) -> None:
+        self._numbers = [first]  # of the first node made by ...
+        self._owners: list[str | Seen] = [LOSS]
+
+    def mark(self, owner: str | Seen, number: int) -> None:
+        self._numbers.append(number)
         self._owners.append(owner)
+
+    def of(self, number: int) -> str | Seen:
+        return self._owners[max(bisect_right(self._numbers, number) - 1, 0)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -352,7 +409,7 @@ class _Call:
 
     def see(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
         if _is_cast(op, args, output):
-            self.cast_to.append(_FORMATS.get(output.dtype, str(output.dtype)))
+            self.cast_to.append(format_name(output.dtype))
             self.cast_bytes += output.nbytes
         elif _computes(op):
             self.computes = True
@@ -431,7 +488,6 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 _CAST_INPUTS = cast_inputs.__code__
 _ACCUMULATES = 2**63
 _TO_COPY = torch.ops.aten._to_copy.default
-_FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _INSIDE = {
     "_log_softmax": "log_softmax", "_softmax": "softmax", "convolution": "_convolution", "nll_loss_forward": "nll_loss",
     "nll_loss2d_forward": "nll_loss2d",
@@ -476,8 +532,14 @@ def _formats(value: Any, *, floating: bool = True) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and (not floating or leaf.is_floating_point() or leaf.is_complex()):
-            found[_FORMATS.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))] = None
+            found[format_name(leaf.dtype)] = None
     return tuple(found)
+
+
+def _function_of(node: Any) -> str:
+    """The custom autograd Function of the user's whose backward a node is; empty for others."""
+    function = getattr(type(node), "_forward_cls", None)
+    return "" if function is None or function.__module__.startswith("torch.") else str(function.__name__)
 
 
 def _function_around() -> str:

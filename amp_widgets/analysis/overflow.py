@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ GROWN_IN_A_ROW = 3
 """Changes of the scale, all of them growth, before it is said that it grows without bound."""
 RECURRING = 3
 """Skips for NaN before it is said that there is something about them."""
+REPEATED = 3
+"""Single skips for one cause before they are told in one sentence."""
+
+OUTPUT = "the gradient of the model's output"
+"""What comes before all layers in a backward pass."""
 
 DiagnosisName = Literal["scale below 1", "scale grows without bound", "NaN whatever the scale", "no inf checks recorded"]
 
@@ -45,6 +51,8 @@ class SkippedStep:
         How many parameters' gradients had inf or NaN, and of how many; 0 of 0 where it is not known.
     nan
         Whether NaN was among them, and not only inf.
+    in_output
+        Whether the gradient of the model's own output had it already, so that it began in what comes after the model.
     """
 
     step: int
@@ -55,10 +63,16 @@ class SkippedStep:
     nonfinite: int
     of: int
     nan: bool
+    in_output: bool = False
 
     @property
     def first(self) -> str:
-        """The parameter, or the layer where that comes before any parameter of its own; ``""`` where it is not known."""
+        """The parameter, or the layer where that comes before any parameter of its own; ``""`` where it is not known.
+
+        `OUTPUT` where it was in the gradient of the model's output already.
+        """
+        if self.in_output:
+            return OUTPUT
         inside = self.parameter.rpartition(".")[0]
         return self.layer if self.layer and self.layer != inside else self.parameter
 
@@ -67,24 +81,35 @@ class SkippedStep:
         """All of it in a sentence."""
         return f"Step {self.step:,} was skipped at scale {format_scale(self.scale)}: {self._why()}"
 
-    def _why(self) -> str:
+    @property
+    def cause(self) -> str:
+        """Where inf or NaN began, without what may differ from one step to the next."""
         if self.loss_finite is False:
             return "the loss itself was inf or NaN before it was scaled, so that the forward pass is to blame and not the scale"
         what = "NaN" if self.nan else "overflow"
         if not self.of:
             return "inf or NaN in the gradients; in which was not looked up"
-        spread = f"{self.nonfinite} of {self.of} parameters have inf or NaN"
         if self.nonfinite == 0:
             return "its gradients were finite when they were looked at, so that they had been changed since"
         if not self.first:
+            return "which gradient was the first with inf or NaN is not known"
+        if self.in_output:
+            return f"{what} in {OUTPUT} already: it begins in {'the loss function' if self.nan else _SCALED_LOSS}"
+        return f"first {what} in {self.first}"
+
+    def _why(self) -> str:
+        if self.loss_finite is False or not self.of or self.nonfinite == 0:
+            return self.cause
+        spread = f"{self.nonfinite} of {self.of} parameters have inf or NaN"
+        if not self.first:
             return f"{spread}, and which was the first is not known"
-        loss = ", the loss was finite" if self.loss_finite else ""
-        return f"first {what} in {self.first}; {spread}{loss}"
+        reaches = f", and reaches {self.parameter} first" if self.in_output and self.parameter else ""
+        return f"{self.cause}{reaches}; {spread}{', the loss was finite' if self.loss_finite else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipRun:
-    """Skipped steps in a row.
+    """Skipped steps in a row, at scales of which each is what the scaler made of the one before.
 
     Attributes
     ----------
@@ -128,9 +153,45 @@ class SkipRun:
         elif self.first:
             nan = all(step.nan for step in self.steps if step.of)
             why = f"first {'NaN' if nan else 'overflow'} in {self.first}"
+            if self.first == OUTPUT:
+                why += f", so that it begins in {'the loss function' if nan else _SCALED_LOSS}"
         else:
             why = "where it began was not looked up"
         return f"{len(self.steps)} skips from step {self.first_step:,}: {scales}; {why}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepeatedSkips:
+    """Single skipped steps, good ones between them, again and again for the same cause.
+
+    Attributes
+    ----------
+    steps
+        Each of them, oldest first.
+    """
+
+    steps: tuple[SkippedStep, ...]
+
+    @property
+    def first_step(self) -> int:
+        """The first step that was skipped."""
+        return self.steps[0].step
+
+    @property
+    def last_step(self) -> int:
+        """The last one."""
+        return self.steps[-1].step
+
+    @property
+    def sentence(self) -> str:
+        """``30 single skips from step 0 to 87, every third step, at scales from 2^4 to 2^16: first overflow in head.weight``."""
+        gaps = {later.step - step.step for step, later in itertools.pairwise(self.steps)}
+        every = f", every {_every(gaps.pop())}" if len(gaps) == 1 else ""
+        scales = [step.scale for step in self.steps]
+        low, high = format_scale(min(scales)), format_scale(max(scales))
+        at = f"at scales from {low} to {high}" if low != high else f"at scale {high}"
+        between = f"from step {self.first_step:,} to {self.last_step:,}{every}, {at}"
+        return f"{len(self.steps)} single skips {between}: {self.steps[0].cause}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,15 +234,37 @@ def explain_skips(
 
 
 def skip_runs(history: History, notes: Iterable[SkipNote] = (), ranges: Iterable[GradientRange] = ()) -> tuple[SkipRun, ...]:
-    """The same, steps in a row taken together. See `explain_skips`."""
-    after = {event.step: float(event.detail["to"]) for event in history.events("scale_changed")}
+    """The same, steps in a row taken together, but for where the scale was set in between. See `explain_skips`."""
+    changes: dict[tuple[int, float], float] = {}
+    for event in history.events("scale_changed"):
+        changes.setdefault((event.step, float(event.detail["from"])), float(event.detail["to"]))
     runs: list[list[SkippedStep]] = []
     for step in explain_skips(history, notes, ranges):
-        if runs and step.step <= runs[-1][-1].step + 1:
+        last = runs[-1][-1] if runs else None
+        if last is not None and step.step <= last.step + 1 and step.scale == changes.get((last.step + 1, last.scale), last.scale):
             runs[-1].append(step)
         else:
             runs.append([step])
-    return tuple(SkipRun(steps=tuple(run), scale_after=after.get(run[-1].step + 1, math.nan)) for run in runs)
+    return tuple(SkipRun(steps=tuple(run), scale_after=changes.get((run[-1].step + 1, run[-1].scale), math.nan)) for run in runs)
+
+
+def summarised(runs: Iterable[SkipRun]) -> tuple[SkipRun | RepeatedSkips, ...]:
+    """Runs, but from `REPEATED` single skips on that have the same cause, with good steps and no other skip between, as one."""
+    groups: list[list[SkipRun]] = []
+    for run in runs:
+        last = groups[-1][-1] if groups else None
+        single = last is not None and len(last.steps) == len(run.steps) == 1
+        if last is not None and single and last.steps[0].cause == run.steps[0].cause and run.first_step > last.last_step + 1:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    told: list[SkipRun | RepeatedSkips] = []
+    for group in groups:
+        if len(group) < REPEATED:
+            told += group
+        else:
+            told.append(RepeatedSkips(steps=tuple(step for run in group for step in run.steps)))
+    return tuple(told)
 
 
 def diagnose(
@@ -281,13 +364,13 @@ def nan_whatever_the_scale(history: History, runs: Sequence[SkipRun]) -> Diagnos
             "0 or less, a division by 0, a softmax over nothing but -inf. The loss scale only follows, and falls for nothing"
         )
     else:
-        names = [step.first for step in bad if step.first]
+        names = [step.first for step in bad if step.in_output] or [step.first for step in bad if step.first]
         often = max(set(names), key=names.count) if names else ""
         where = f"the loss was finite, and NaN began in {often}" if often else "the loss was finite"
+        began = "The backward pass of the loss function" if often == OUTPUT else "The backward pass"
         cause = (
-            "The backward pass makes NaN where the forward pass has none: the derivative of a square root or a norm at 0, 0 "
-            "times inf in a masked branch, a division by what is nearly 0. torch.autograd.set_detect_anomaly(True) names the "
-            "operator"
+            f"{began} makes NaN where the forward pass has none: the derivative of a square root or a norm at 0, 0 times inf in "
+            "a masked branch, a division by what is nearly 0. torch.autograd.set_detect_anomaly(True) names the operator"
         )
     low, high = format_scale(min(scales)), format_scale(max(scales))
     at = f"at scales from {low} to {high}" if low != high else f"at scale {high}"
@@ -309,6 +392,11 @@ def no_inf_checks(history: History, refused: Iterable[NoChecksNote] = ()) -> Dia
             "scaler.update() was called without a scaler.step(optimizer) since the last one. The order is: "
             "scale(loss).backward(), step(optimizer), update(), and each of them once in a step"
         )
+    elif "unscale_(optimizer) before" in reason:
+        cause = (
+            "scaler.unscale_(optimizer) looks for inf, and there was nothing to look at yet. The order is: "
+            "scale(loss).backward(), unscale_(optimizer), clipping, step(optimizer), update()"
+        )
     else:
         cause = (
             "No parameter of the optimizer had a gradient when scaler.step(optimizer) was called: backward() was not called or "
@@ -320,6 +408,11 @@ def no_inf_checks(history: History, refused: Iterable[NoChecksNote] = ()) -> Dia
     )
 
 
+def _every(steps: int) -> str:
+    return {2: "second step", 3: "third step"}.get(steps, f"{steps:,} steps")
+
+
+_SCALED_LOSS = "the loss, scaled by so much"
 _NO_CHECKS = "No inf checks were recorded"
 
 
@@ -342,6 +435,7 @@ def _explained(event: Event, note: SkipNote | None, counted: GradientRange | Non
             nonfinite=note.nonfinite,
             of=note.of,
             nan=note.with_nan == note.nonfinite > 0,
+            in_output=note.output in ("inf", "nan"),
         )
     first = None if counted is None else counted.first_nonfinite()
     if first is not None and _before(first.layer, explained.parameter, counted):

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from amp_widgets.analysis.autocast_lists import left_alone_text
 from amp_widgets.analysis.relative_error import RelativeError, error_text
 from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, loss_scale, trial
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
-from amp_widgets.core.settings import AutocastName, Settings, describe_settings
+from amp_widgets.core.settings import AutocastName, Settings, describe_settings, format_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class AutocastError:
     Attributes
     ----------
     loss, gradients
-        Relative errors; of all gradients taken together.
+        Relative errors; of all gradients taken together. NaN where there is nothing finite to compare.
     worst
         The parameters whose gradients are furthest off, with their relative errors, worst first; without those whose gradient
         is below 2^-20 of the norm of all, as that of a bias before a BatchNorm is.
@@ -58,6 +59,8 @@ class AutocastError:
         Gradient elements that are inf or NaN where they are finite in fp32; an optimizer's step would be skipped.
     scale
         The loss was scaled by it.
+    notes
+        Sentences, such as on parameters that autocast leaves alone.
     """
 
     loss: float
@@ -65,6 +68,7 @@ class AutocastError:
     worst: tuple[tuple[str, float], ...]
     nonfinite: int
     scale: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +160,16 @@ class ParityReport:
             return []
         found = self.autocast
         worst = ", ".join(f"{name} {error_text(error)}" for name, error in found.worst)
+        gradients = "no gradient to compare" if math.isnan(found.gradients) else f"all gradients {error_text(found.gradients)}"
         lines = [
-            f"{self.settings.autocast} against fp32, relative error: loss {error_text(found.loss)}, all gradients "
-            f"{error_text(found.gradients)}{f'; furthest off: {worst}' if worst else ''}."
+            f"{self.settings.autocast} against fp32, relative error: loss {error_text(found.loss)}, {gradients}"
+            f"{f'; furthest off: {worst}' if worst else ''}."
         ]
         if found.nonfinite:
-            scaled = f" with the loss scaled by {found.scale:g}" if found.scale != 1.0 else ""
+            scaled = f" with the loss scaled by {format_scale(found.scale)}" if found.scale != 1.0 else ""
             harm = "this step would be skipped" if self.settings.scales_loss else "this step would make the parameters NaN"
-            lines.append(f"{found.nonfinite} gradient elements are inf or NaN{scaled}: {harm}.")
-        return lines
+            lines.append(f"{found.nonfinite:,} gradient elements are inf or NaN{scaled}: {harm}.")
+        return [*lines, *found.notes]
 
 
 def check(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> ParityReport:
@@ -214,7 +219,7 @@ def check(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> Pari
             blamed = active if len(active) == 1 else _blame(active[:TRIED_ALONE], run, plain)
         error = None
         if settings.autocast != "fp32":
-            error = _autocast_error(plain, run(autocast="fp32", scale=1.0))
+            error = _autocast_error(plain, run(autocast="fp32", scale=1.0), tuple(left_alone_text(tried.model)))
     return ParityReport(
         settings=settings,
         reproducible=not noise,
@@ -316,7 +321,7 @@ def _same_bits(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     return (here.contiguous().view(bits) == there.contiguous().view(bits)) | (torch.isnan(here) & torch.isnan(there))
 
 
-def _autocast_error(outcome: Outcome, reference: Outcome) -> AutocastError:
+def _autocast_error(outcome: Outcome, reference: Outcome, notes: tuple[str, ...]) -> AutocastError:
     loss, together = RelativeError(), RelativeError()
     loss.add(outcome.loss, reference.loss)
     alone: dict[str, RelativeError] = {}
@@ -324,10 +329,9 @@ def _autocast_error(outcome: Outcome, reference: Outcome) -> AutocastError:
         here = outcome.gradients.get(name)
         if here is None or there is None or here.shape != there.shape:
             continue
-        here = here.to_dense().double() / outcome.scale if here.layout != torch.strided else here.double() / outcome.scale
         alone[name] = RelativeError()
-        alone[name].add(here, there)
-        together.add(here, there)
+        for error in (alone[name], together):
+            error.add(here, there, scale=outcome.scale)
     # The gradient of a bias before a BatchNorm is 0 but for rounding: how far that is off says nothing.
     floor = together.reference_norm * _NEGLIGIBLE
     errors = [(name, error.value) for name, error in alone.items() if error.value > 0 and error.reference_norm > floor]
@@ -338,6 +342,7 @@ def _autocast_error(outcome: Outcome, reference: Outcome) -> AutocastError:
         worst=tuple(errors[:_WORST]),
         nonfinite=together.nonfinite,
         scale=outcome.scale,
+        notes=notes,
     )
 
 

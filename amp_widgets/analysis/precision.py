@@ -6,23 +6,25 @@ import contextlib
 import copy
 import html
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from amp_widgets.analysis.autocast_lists import left_alone_text
 from amp_widgets.analysis.relative_error import RelativeError, error_text
 from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, Trial, loss_scale, trial
+from amp_widgets.core.autocast import DTYPES
 from amp_widgets.core.layers import inner_model, is_structural, named_layers
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.recompute import recomputing
-from amp_widgets.core.settings import AUTOCAST_NAMES, AutocastName
+from amp_widgets.core.settings import AUTOCAST_NAMES, AutocastName, format_scale
 from amp_widgets.errors import RunError, SettingsError
 
 
@@ -86,6 +88,9 @@ class PrecisionReport:
         Formats that were not run, and why.
     fp32_layers
         What was kept in fp32 in all of them, as the settings in force say.
+    notes
+        Sentences on what is behind the numbers: gradients that overflow because of the scale, parameters that autocast leaves
+        alone.
     """
 
     reference: str
@@ -94,15 +99,16 @@ class PrecisionReport:
     scales: Mapping[str, float]
     skipped: Mapping[str, str]
     fp32_layers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Of each format how far the loss is off, or why it was not run."""
+        """Of each format how far the loss is off, or why it was not run; then `notes`."""
         known = []
         for name, error in self.loss_errors.items():
             scale = self.scales[name]
-            known.append(f"{name}: loss {error_text(error)}{f'; loss scaled by {scale:g}' if scale != 1.0 else ''}.")
-        return (*known, *(f"{name} was not run: {reason}." for name, reason in self.skipped.items()))
+            known.append(f"{name}: loss {error_text(error)}{f'; loss scaled by {format_scale(scale)}' if scale != 1.0 else ''}.")
+        return (*known, *(f"{name} was not run: {reason}." for name, reason in self.skipped.items()), *self.notes)
 
     def of(self, name: str) -> tuple[LayerPrecision, ...]:
         """The layers in one format, worst first."""
@@ -190,27 +196,32 @@ def precision_cost(
     -----
     The outputs and gradients of all layers in the reference are held in the CPU's memory meanwhile.
     """
-    formats = tuple(dict.fromkeys((formats,) if isinstance(formats, str) else formats))
-    for name in formats:
+    wanted: object = [formats] if isinstance(formats, str) else formats
+    allowed = ", ".join(map(repr, AUTOCAST_NAMES))
+    if not isinstance(wanted, Iterable):
+        raise SettingsError(f"formats: got {formats!r}, expected a list with some of {allowed}")
+    chosen: dict[AutocastName, None] = {}
+    for name in wanted:
         if name not in AUTOCAST_NAMES:
-            raise SettingsError(f"formats: got {name!r}, expected some of {', '.join(map(repr, AUTOCAST_NAMES))}")
+            raise SettingsError(f"formats: got {name!r}, expected some of {allowed}")
+        chosen[name] = None
     if reference not in ("fp32", "fp64"):
         raise SettingsError(f"reference: got {reference!r}, expected 'fp32' or 'fp64'")
     layers: list[LayerPrecision] = []
     loss_errors: dict[str, float] = {}
     scales: dict[str, float] = {}
     skipped: dict[str, str] = {}
+    notes: list[str] = []
     with trial(loop, batch, loss_fn, verb="precision_cost") as tried:
         known = _run_reference(tried, reference)
-        for name in cast("tuple[AutocastName, ...]", formats):
+        notes += left_alone_text(tried.model)
+        for name in chosen:
             if not loop.support[name].available:
                 skipped[name] = loop.support[name].note or "this device does not have it"
                 continue
             scale = _scale(loop, name)
-            errors = _Errors(known, scale)
             try:
-                with _watching(tried.model, errors.see):
-                    outcome = tried.run(name, scale=scale)
+                errors, outcome = _compared(tried, known, name, scale)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -219,6 +230,8 @@ def precision_cost(
             scales[name] = scale
             loss_errors[name] = errors.of_loss(outcome)
             layers += errors.rows(tried.model, name, outcome)
+            if scale != 1.0 and errors.nonfinite("gradient", "parameter"):
+                notes.append(_why_nonfinite(tried, known, name, errors, scale))
     layers.sort(key=lambda row: (row.nonfinite == 0, -row.worst_error if row.worst_error >= 0 else 1.0))  # those unknown last
     return PrecisionReport(
         reference=reference,
@@ -227,9 +240,11 @@ def precision_cost(
         scales=scales,
         skipped=skipped,
         fp32_layers=loop.settings.fp32_layers,
+        notes=tuple(notes),
     )
 
 
+_TRIES = 3
 _SHOWN = 30
 _WORDS = (0, 1, 2)
 _MODEL = "(model)"
@@ -244,6 +259,14 @@ class _Known:
     def __init__(self) -> None:
         self.tensors: dict[_Place, torch.Tensor] = {}
         self.outcome: Outcome
+
+    @property
+    def largest_gradient(self) -> float:
+        """Of all that reached a layer's output or a parameter, and are finite; 0 where there is none."""
+        gradients = [tensor for (_, kind, _, _), tensor in self.tensors.items() if kind == "gradient"]
+        gradients += [gradient.to_dense() for gradient in self.outcome.gradients.values() if gradient is not None]
+        sizes = (gradient.abs().double() for gradient in gradients)
+        return max((float(size[torch.isfinite(size)].max()) for size in sizes if torch.isfinite(size).any()), default=0.0)
 
     def see(self, place: _Place, tensor: torch.Tensor) -> None:
         self.tensors[place] = tensor.detach().to("cpu", copy=True)
@@ -263,8 +286,7 @@ class _Errors:
         self._calls[name] = max(call + 1, self._calls.get(name, 0))
         there = self._known.tensors.get(place)
         if there is not None and there.shape == tensor.shape:
-            value = tensor if kind == "output" else _unscaled(tensor, self._scale)
-            self._error(name, kind).add(value, there)
+            self._error(name, kind).add(tensor, there, scale=1.0 if kind == "output" else self._scale)
 
     def of_loss(self, outcome: Outcome) -> float:
         error = RelativeError()
@@ -276,7 +298,7 @@ class _Errors:
         for parameter, owner in _owners(model, layers).items():
             here, there = outcome.gradients[parameter], self._known.outcome.gradients[parameter]
             if here is not None and there is not None and here.shape == there.shape:
-                self._error(owner, "parameter").add(_unscaled(here, self._scale), there)
+                self._error(owner, "parameter").add(here, there, scale=self._scale)
         return [
             LayerPrecision(
                 name=layer,
@@ -291,6 +313,10 @@ class _Errors:
             for layer, module in layers.items()
             if any((layer, kind) in self._errors for kind in ("output", "gradient", "parameter"))
         ]
+
+    def nonfinite(self, *kinds: str) -> int:
+        """Elements of these kinds that are inf or NaN where they are finite in the reference; once `rows` was called."""
+        return sum(error.nonfinite for (_, kind), error in self._errors.items() if kind in kinds)
 
     def _error(self, layer: str, kind: str) -> RelativeError:
         return self._errors.setdefault((layer, kind), RelativeError())
@@ -324,8 +350,32 @@ def _run_reference(tried: Trial, reference: str) -> _Known:
     return known
 
 
+def _compared(tried: Trial, known: _Known, name: AutocastName, scale: float) -> tuple[_Errors, Outcome]:
+    errors = _Errors(known, scale)
+    with _watching(tried.model, errors.see):
+        return errors, tried.run(name, scale=scale)
+
+
+def _why_nonfinite(tried: Trial, known: _Known, name: AutocastName, errors: _Errors, scale: float) -> str:
+    """Whether gradients are inf or NaN because of the scale: that is tried, with scales at which the largest should fit."""
+    count = errors.nonfinite("gradient", "parameter")
+    said = f"{name}: at a loss scale of {format_scale(scale)} {count:,} elements of gradients are inf or NaN"
+    if errors.nonfinite("output"):
+        return f"{said}, and so are outputs of layers in the forward pass, which no scale changes."
+    fits = torch.finfo(DTYPES[name]).max / known.largest_gradient if known.largest_gradient else scale
+    power = math.floor(math.log2(min(fits, scale / 2)))
+    for lower in (2.0 ** (power - 2 * at) for at in range(_TRIES)):
+        again, outcome = _compared(tried, known, name, lower)
+        again.rows(tried.model, name, outcome)
+        left = again.nonfinite("gradient", "parameter")
+        if not left:
+            return f"{said}, at {format_scale(lower)} none: the scale is too large for these gradients."
+    return f"{said}, and at {format_scale(lower)} there are {left:,}: it is not the scale alone."
+
+
 def _in_double(module: nn.Module) -> Any:
-    return copy.deepcopy(module).double()
+    with torch.inference_mode(False):
+        return copy.deepcopy(module).double()
 
 
 def _scale(loop: LiveLoop, name: AutocastName) -> float:
@@ -366,7 +416,7 @@ def _watching(model: nn.Module, see: Callable[[_Place, torch.Tensor], None]) -> 
             return
         call = calls[name] = calls.get(name, -1) + 1
         for at, tensor in enumerate(pytree.tree_leaves(output)):
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             see((name, "output", call, at), tensor)
             if tensor.grad_fn is not None:  # else the hook would stay with a tensor of the user's
@@ -381,10 +431,3 @@ def _watching(model: nn.Module, see: Callable[[_Place, torch.Tensor], None]) -> 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    gradient = gradient.detach()
-    if gradient.layout != torch.strided:
-        gradient = gradient.to_dense()
-    return gradient if scale == 1.0 else gradient.double() / scale

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
+import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +18,7 @@ from amp_widgets.analysis.rehearsal import LOSS, MODEL, Rehearsal, rehearse
 from amp_widgets.analysis.table import table_html
 from amp_widgets.analysis.trial import LossFunction, check_batch, check_idle, check_loss_fn, is_compiled_function, trial
 from amp_widgets.core.checkpointing import Checkpointing
+from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.layers import inner_model, named_layers
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.compiled import is_compiled
@@ -115,6 +119,7 @@ def preflight(loop: LiveLoop, batch: tuple[Any, Any] | None = None, loss_fn: Los
         loss_fn=loss_fn,
         layers={MODEL: inner_model(model), **named_layers(model)},
         checkpointed=Checkpointing(model).active,
+        kept=Fp32Layers(model).active,
         seen=None,
     )
     unseen = _why_not_watched(subject, batch)
@@ -140,6 +145,7 @@ class _Subject:
     loss_fn: LossFunction | None
     layers: Mapping[str, nn.Module]
     checkpointed: tuple[str, ...]
+    kept: tuple[str, ...]
     seen: Rehearsal | None
 
     @property
@@ -172,15 +178,7 @@ def _watched(subject: _Subject, batch: tuple[Any, Any]) -> _Subject:
     autocast: AutocastName = next((format for format in wanted if loop.support[format].available), "fp32")
     with trial(loop, batch, _output if loss_fn is None else loss_fn, verb="preflight", backward=False) as tried:
         seen = rehearse(tried, autocast, loop.device.type, with_loss=loss_fn is not None)
-    return _Subject(
-        loop=loop,
-        model=subject.model,
-        settings=subject.settings,
-        loss_fn=loss_fn,
-        layers=subject.layers,
-        checkpointed=subject.checkpointed,
-        seen=seen,
-    )
+    return dataclasses.replace(subject, seen=seen)
 
 
 def _output(output: Any, targets: Any) -> Any:
@@ -194,7 +192,11 @@ def _unsafe_losses(subject: _Subject) -> Iterator[Finding]:
     seen = subject.seen
     where = [] if seen is None else list(seen.unsafe_losses)
     if seen is None or seen.autocast == "fp32" or seen.error is not None:  # else what ran counts, in the region that it ran in
-        where += [name for name, module in subject.layers.items() if isinstance(module, nn.BCELoss)]
+        where += [
+            name
+            for name, module in subject.layers.items()
+            if isinstance(module, nn.BCELoss) and not _is_within(name, subject.kept)
+        ]
         where += [LOSS] * _is_unsafe_loss(subject.loss_fn)
     if where:
         yield Finding(
@@ -389,17 +391,27 @@ def _lost_random_states(subject: _Subject) -> Iterator[Finding]:
 def _stale_optimizers(subject: _Subject) -> Iterator[Finding]:
     model = inner_model(subject.model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    theirs = {id(p) for optimizer in subject.loop.optimizers for group in optimizer.param_groups for p in group["params"]}
-    idle = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in theirs]
-    strangers = len(theirs - names.keys())
+    theirs = {id(p): p for optimizer in subject.loop.optimizers for group in optimizer.param_groups for p in group["params"]}
+    idle = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in theirs]
+    known = names.keys() | {id(parameter) for parameter in _parameters_of_function(subject.loss_fn)}
+    strangers = [parameter for key, parameter in theirs.items() if key not in known]
     if idle and strangers:
+        # a model that was converted or copied has left behind one for each of its own
+        left_behind = not Counter(p.shape for p in idle) - Counter(p.shape for p in strangers)
+        counts = (
+            f"{len(strangers)} of its parameters are none of the model's, while {len(idle)} of the model's are in no optimizer "
+            "and are never updated. "
+        )
         yield Finding(
-            severity="error",
+            severity="error" if left_behind else "warning",
             title="The optimizer has parameters that are not the model's",
-            text=f"{strangers} of its parameters are none of the model's, while {len(idle)} of the model's are in no optimizer "
-            "and are never updated. The optimizer was made before they were replaced, or the model was converted.",
-            cure="Make the optimizer from model.parameters() after the model is complete, on its device and in its format.",
-            where=tuple(idle),
+            text=counts + "The optimizer was made before they were replaced, or the model was converted."
+            if left_behind
+            else f"{counts}Nothing is wrong if they are those of another module that is trained with it, and the others are to "
+            "stay as they are; else the optimizer was made before a part of the model was replaced.",
+            cure="Make the optimizer from model.parameters() after the model is complete, on its device and in its format."
+            + ("" if left_behind else " Parameters that are not to be trained: parameter.requires_grad_(False)."),
+            where=tuple(names[id(parameter)] for parameter in idle),
         )
     moved, converted = [], []
     for optimizer in subject.loop.optimizers:
@@ -461,6 +473,36 @@ def _is_unsafe_loss(function: object) -> bool:
     if isinstance(function, nn.Module):
         return any(isinstance(module, nn.BCELoss) for module in function.modules())
     return function is nn.functional.binary_cross_entropy
+
+
+def _parameters_of_function(function: object) -> Iterator[nn.Parameter]:
+    """Of the modules that it is, is bound to, or has in its own variables and in the global ones that it names."""
+    while isinstance(function, functools.partial):
+        yield from _parameters_in((*function.args, *function.keywords.values()))
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    code = getattr(function, "__code__", None)
+    named = getattr(function, "__globals__", {})
+    cells = getattr(function, "__closure__", None) or ()
+    globals_named = (named[name] for name in getattr(code, "co_names", ()) if name in named)
+    yield from _parameters_in((function, owner, *map(_content_of, cells), *globals_named))
+
+
+def _parameters_in(values: Iterable[object]) -> Iterator[nn.Parameter]:
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+
+
+def _content_of(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put in it yet
+        return None
+
+
+def _is_within(name: str, layers: Iterable[str]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

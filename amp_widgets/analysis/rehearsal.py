@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint as torch_checkpoint
 
+from amp_widgets.analysis.checkpoint_calls import CheckpointCall, watching_checkpoints
 from amp_widgets.analysis.trial import Trial, check_loss
+from amp_widgets.core.autocast import DTYPES
 from amp_widgets.core.layers import inner_model, named_layers
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.settings import AutocastName
@@ -58,7 +60,7 @@ class Rehearsal:
     autocast
         The format that it ran in.
     unsafe_losses
-        Layers that called ``binary_cross_entropy`` while autocast was on.
+        Layers that called ``binary_cross_entropy`` while autocast was on; not where the code has switched it off for CUDA.
     functions
         Custom autograd Functions, with the layer that ran them and whether ``custom_fwd`` was on them.
     checkpoints
@@ -106,7 +108,7 @@ def rehearse(tried: Trial, autocast: AutocastName, device_type: str, *, with_los
 def _run(tried: Trial, seen: Rehearsal, device_type: str) -> Any:
     watch = _Watch(seen, device_type)
     tried.begin()
-    with watch.layers(tried.model), watch.checkpoints(), watch:
+    with _also_on_cuda(seen.autocast), watch.layers(tried.model), watch.checkpoints(), watch:
         loss = tried.forward(seen.autocast)
     watch.claim(loss, LOSS)
     return loss
@@ -123,7 +125,7 @@ class _Watch(TorchFunctionMode):
         self._nodes: dict[int, Any] = {}  # of the graph, held so that an id means one node
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _UNSAFE_LOSSES and torch.is_autocast_enabled(self._device_type):
+        if function in _UNSAFE_LOSSES and all(map(torch.is_autocast_enabled, {self._device_type, "cuda"})):
             self._seen.unsafe_losses.append(self._layer)
         return function(*args, **(kwargs or {}))
 
@@ -170,36 +172,73 @@ class _Watch(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    @contextlib.contextmanager
-    def checkpoints(self) -> Iterator[None]:
-        """Note the checkpoints on this thread, by whichever name the user's code has the function."""
-        if not all(hasattr(torch_checkpoint, name) for name in _CHECKPOINTS):  # another torch
-            yield
-            return
-        thread = threading.get_ident()
+    def checkpoints(self) -> contextlib.AbstractContextManager[None]:
+        """Note the checkpoints on this thread."""
+        return watching_checkpoints(self._checkpoint_begins)
 
-        def note(reentrant: bool, preserve: bool, args: Any, draws: bool) -> None:
-            if threading.get_ident() == thread:
-                self._note(reentrant, preserve, args, draws)
+    def _checkpoint_begins(self, call: CheckpointCall) -> tuple[Callable[..., Any], Callable[[], None]]:
+        before = _random_state()
+        with_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(call.args))
 
-        reentrant, other = _CHECKPOINTS
-        with _PATCHING:
-            kept = {name: getattr(torch_checkpoint, name) for name in _CHECKPOINTS}
-            try:
-                setattr(torch_checkpoint, reentrant, _Reentrant(kept[reentrant], note))
-                setattr(torch_checkpoint, other, _noting(kept[other], note))
-                yield
-            finally:
-                for name, original in kept.items():
-                    setattr(torch_checkpoint, name, original)
-
-    def _note(self, reentrant: bool, preserve: bool, args: Any, draws: bool) -> None:
-        with_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(args))
-        self._seen.checkpoints.append(
-            Checkpoint(
-                layer=self._layer, reentrant=reentrant, keeps_random_state=preserve, draws=draws, has_gradient=with_gradient
+        def ends() -> None:
+            self._seen.checkpoints.append(
+                Checkpoint(
+                    layer=self._layer,
+                    reentrant=call.reentrant,
+                    keeps_random_state=call.keeps_random_state,
+                    draws=_random_state() != before,
+                    has_gradient=with_gradient,
+                )
             )
-        )
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._functions_without_nodes():
+                return call.function(*args, **kwargs)
+
+        return watched if call.reentrant else call.function, ends
+
+    @contextlib.contextmanager
+    def _functions_without_nodes(self) -> Iterator[None]:
+        """Note custom autograd Functions where gradients are off, so that they leave no node in the graph."""
+
+        def called(frame: types.FrameType, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code is _APPLY:
+                function = frame.f_locals.get("cls")
+                if function is not None and not function.__module__.startswith(("torch.", "amp_widgets.")):
+                    self._seen.functions.append((function.__name__, self._layer, _has_custom_fwd(function)))
+
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _has_custom_fwd(function: Any) -> bool:
+    """Whether torch's decorator is on its forward, by the name of the function that it returns."""
+    forward = function.forward
+    while forward is not None:
+        if getattr(getattr(forward, "__code__", None), "co_name", "") == "decorate_fwd":
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+@contextlib.contextmanager
+def _also_on_cuda(autocast: AutocastName) -> Iterator[None]:
+    """Autocast for CUDA is on in the same format, without effect on a CPU: that a region switches it off is seen by that."""
+    if autocast == "fp32":
+        yield
+        return
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", DTYPES[autocast])
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 def _reentrant_in(layer: str) -> Checkpoint:
@@ -208,40 +247,7 @@ def _reentrant_in(layer: str) -> Checkpoint:
 
 
 _UNSAFE_LOSSES = (nn.functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
-_PATCHING = threading.RLock()
-_CHECKPOINTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
-
-_Note = Callable[[bool, bool, Any, bool], None]
-
-
-class _Reentrant:
-    """Stands in for torch's Function, as far as ``checkpoint`` calls it."""
-
-    def __init__(self, original: Any, note: _Note) -> None:
-        self._original = original
-        self._note = note
-
-    def apply(self, function: Any, preserve: bool, *args: Any) -> Any:
-        before = _random_state()
-        output = self._original.apply(function, preserve, *args)
-        self._note(True, preserve, args, _random_state() != before)
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-
-def _noting(original: Any, note: _Note) -> Callable[..., Any]:
-    """Torch's generator around a checkpointed function, which runs while it waits."""
-
-    @functools.wraps(original)
-    def generate(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
-        before = _random_state()
-        result = yield from original(function, preserve, *args, **kwargs)
-        note(False, preserve, (args, kwargs), _random_state() != before)
-        return result
-
-    return generate
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def _random_state() -> list[bytes]:

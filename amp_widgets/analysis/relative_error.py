@@ -11,7 +11,7 @@ class RelativeError:
     """The norm of the difference over the norm of the reference, of all tensors added.
 
     ``sqrt(Σ (value − reference)²) / sqrt(Σ reference²)``, in fp64, over the elements that are finite in both. Elements that
-    are inf or NaN in the value alone are counted and otherwise left out.
+    are inf or NaN in the value alone are counted and otherwise left out. A complex number counts as two.
 
     Attributes
     ----------
@@ -25,9 +25,9 @@ class RelativeError:
         self._reference = 0.0
         self._compared = 0
 
-    def add(self, value: torch.Tensor, reference: torch.Tensor) -> None:
-        """Take a pair of tensors of one shape into it; waits for the device."""
-        value, reference = _on_host(value), _on_host(reference)
+    def add(self, value: torch.Tensor, reference: torch.Tensor, *, scale: float = 1.0) -> None:
+        """Take a pair of tensors of one shape into it, the value divided by `scale`; waits for the device."""
+        value, reference = _on_host(value) / scale, _on_host(reference)
         known = torch.isfinite(reference)
         both = known & torch.isfinite(value)
         self.nonfinite += int(known.sum()) - int(both.sum())
@@ -38,8 +38,12 @@ class RelativeError:
 
     @property
     def value(self) -> float:
-        """The error; NaN when no element could be compared, inf when a reference of zeros was not met."""
-        if self._compared == 0:
+        """The error; NaN when no element could be compared, or of many that are inf or NaN only zeros, and these were met.
+
+        It is inf when a reference of zeros was not met.
+        """
+        nothing_known = self._reference == 0.0 == self._difference and self.nonfinite > 0
+        if self._compared == 0 or nothing_known:
             return math.nan
         if self._reference == 0.0:
             return 0.0 if self._difference == 0.0 else math.inf

@@ -57,11 +57,12 @@ def profile_step(
     """
     verb = "profile_step"
     optimizers, settings = loop.optimizers, loop.settings
-    if loop.model is None or not optimizers:
-        raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
+    model = check_idle(loop, verb)
+    if not optimizers:
+        raise RunError(f"{verb}: the session has no optimizer, expected aw.AmpSession(model, optimizer)")
     if label is not None and not isinstance(label, str):
         raise RunError(f"{verb}: got {kind_of(label)} as the label, expected a text, or None for the settings in force")
-    model, pair = check_idle(loop, verb), check_batch(batch, verb)
+    pair = check_batch(batch, verb)
     check_loss_fn(loss_fn, verb)
     check_one_model(model, verb)
     check_hooks(model, verb)
@@ -72,9 +73,8 @@ def profile_step(
             "settings in force scale the loss; train with session.request(scaling=False), or in bf16"
         )
     device = loop.device
-    scaler = torch.amp.GradScaler(device.type, init_scale=settings.start_scale, enabled=settings.scales_loss)
 
-    def passes(inputs: Any, targets: Any) -> torch.Tensor:
+    def passes(scaler: torch.amp.GradScaler, inputs: Any, targets: Any) -> torch.Tensor:
         for optimizer in optimizers:
             optimizer.zero_grad()
         with region(settings.autocast, device.type):
@@ -83,10 +83,13 @@ def profile_step(
         return loss
 
     def step(inputs: Any, targets: Any) -> None:
-        loss = passes(inputs, targets) if len(with_closure) < len(optimizers) else None  # alive to the end, as in most loops
+        scaler = torch.amp.GradScaler(device.type, init_scale=settings.start_scale, enabled=settings.scales_loss)
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which the run's scaler has all along
+        # the loss is alive to the end, as in most loops
+        loss = passes(scaler, inputs, targets) if len(with_closure) < len(optimizers) else None
         for optimizer in optimizers:
             if optimizer in with_closure:
-                optimizer.step(lambda: passes(inputs, targets))  # type: ignore[arg-type, return-value]
+                optimizer.step(lambda: passes(scaler, inputs, targets))  # type: ignore[arg-type, return-value]
             else:
                 scaler.step(optimizer)
         scaler.update()

@@ -110,9 +110,9 @@ class Trial:
         model = self.model if model is None else model
         loss = self.forward(autocast, model=model, loss_fn=loss_fn, dtype=dtype)
         check_loss(loss)
-        # As GradScaler does it: a scale in fp32 makes a scaled loss in fp32.
-        scaled = loss if scale == 1.0 else loss * torch.full((), scale, dtype=torch.float32, device=loss.device)
         with region("fp32", self._device.type):
+            # as GradScaler does it: a scale in fp32 makes a scaled loss in fp32
+            scaled = loss if scale == 1.0 else loss * torch.full((), scale, dtype=torch.float32, device=loss.device)
             scaled.backward()
         inner = inner_model(model)
         return Outcome(
@@ -184,7 +184,7 @@ def trial(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, backw
 
 
 def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
-    """The model of a loop that is between two steps.
+    """The model of a loop that is between two steps; a step that nobody goes on with is forgotten for it.
 
     Raises
     ------
@@ -193,11 +193,18 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
     """
     model = loop.model
     if model is None:
-        raise RunError(f"{verb}: the session has no model any more, expected one that is not closed")
+        raise RunError(
+            f"{verb}: the session is closed and has let go of its model; make one for it: aw.AmpSession(model, optimizer)"
+        )
     if getattr(loop, "run_state", "none") == "running" and loop.lent_to != threading.get_ident():  # a session's
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
-    if loop.step_in_progress:
-        raise RunError(f"{verb}: a step is in progress; call it between steps, or pause the run first")
+    if loop.lent_to not in (None, threading.get_ident()):
+        raise RunError(f"{verb}: another thread is measuring something on this model between two steps; wait for its end")
+    if not loop.settle_step():
+        raise RunError(
+            f"{verb}: a step is in progress; call it between steps, or pause the run first. A step that was broken off and will "
+            "not end is forgotten with session.abandon_step(), and its gradients with optimizer.zero_grad()"
+        )
     if loop.trained_elsewhere:
         raise RunError(f"{verb}: your own loop is training this model in a cell; wait for its end or interrupt it first")
     return model

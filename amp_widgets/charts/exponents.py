@@ -26,7 +26,7 @@ BAND_PX = 17
 """Height of the band of a format above the histogram."""
 LEAST_SHARE = 1e-5
 """A bar of less is not drawn: a logarithmic axis has no zero."""
-SHOWN_EXPONENTS = (-34, 20)
+SHOWN_EXPONENTS = (-34, 22)
 """Shown in any case, so that the zones of fp16 always are."""
 LOWEST_SHOWN, HIGHEST_SHOWN = -150, 132
 CHARACTER = 0.75
@@ -80,13 +80,13 @@ FP16_ZONES = (
     Zone(name="becomes zero", short="zero", below=-25),
     Zone(name="subnormal", short="sub", below=-14),
     Zone(name="normal", short="normal", below=16),
-    Zone(name="overflows", short="inf", below=math.inf),
+    Zone(name="overflow", short="over", below=math.inf),
 )
 BF16_ZONES = (
     Zone(name="becomes zero", short="zero", below=-134),
     Zone(name="subnormal", short="sub", below=-126),
     Zone(name="normal", short="normal", below=128),
-    Zone(name="overflows", short="inf", below=math.inf),
+    Zone(name="overflow", short="over", below=math.inf),
 )
 
 ZONE_COLOURS: dict[Theme, tuple[str, str, str, str]] = {

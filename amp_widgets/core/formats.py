@@ -137,7 +137,10 @@ class Format:
         FormatError
             When one is no code of the format.
         """
-        codes = np.asarray(code)
+        try:
+            codes = np.asarray(code)
+        except (ValueError, RuntimeError):
+            raise FormatError(f"{self.name}: got the code {code!r}, expected whole numbers") from None
         if codes.dtype.kind not in "iu":
             raise FormatError(f"{self.name}: got the code {code!r}, expected whole numbers")
         lowest, highest = self._code_range()
@@ -181,9 +184,8 @@ class Format:
 
     def verdict(self, value: float) -> Verdict:
         """What becomes of a value. ``underflow``: to zero; ``subnormal``: stored, with fewer bits, rounded or not."""
-        values, _ = _floats(value)
-        wanted = float(values[()])
-        rounded = float(self._rounded(values)[()])  # as if there were no largest number
+        wanted = _one_number(value)
+        rounded = float(self._rounded(np.asarray(wanted))[()])  # as if there were no largest number
         stored = float(self._overflowed(np.asarray(rounded))[()])
         if math.isnan(wanted):
             return "nan"
@@ -287,11 +289,11 @@ class FloatFormat(Format):
         return math.ldexp(1.0, self.lowest_exponent)
 
     def spacing(self, value: float) -> float:
-        stored = self.round(value)
+        stored = self.round(_one_number(value))
         return math.ldexp(1.0, self._exponent_of_ulp(stored)) if math.isfinite(stored) else math.nan
 
     def neighbours(self, value: float) -> Neighbours:
-        stored = self.round(value)
+        stored = self.round(_one_number(value))
         if math.isnan(stored):
             return Neighbours(math.nan, math.nan)
         sign_bit = 1 << (self.bits - 1)
@@ -394,10 +396,10 @@ class GridFormat(Format):
         return float(self.step)
 
     def spacing(self, value: float) -> float:
-        return float(self.step) if math.isfinite(self.round(value)) else math.nan
+        return float(self.step) if math.isfinite(self.round(_one_number(value))) else math.nan
 
     def neighbours(self, value: float) -> Neighbours:
-        stored = self.round(value)
+        stored = self.round(_one_number(value))
         if math.isnan(stored):
             return Neighbours(math.nan, math.nan)
         multiple = int(self._multiples(np.asarray(stored))[()])
@@ -535,7 +537,8 @@ def format_of(name: str | Format, *, scale: float | None = None) -> Format:
         raise FormatError(f"scale: got {scale!r} for {name if isinstance(name, str) else name.name}, expected it for 'int8' only")
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    given: object = name  # whatever it is, a list perhaps
+    if not isinstance(given, str) or given not in FORMATS:
         raise FormatError(f"format: got {name!r}, expected one of {', '.join(NAMES)}, or fixed_point(before, after)")
     return FORMATS[name]
 
@@ -588,13 +591,14 @@ def scaled_round_trip(value: float, scale: float, name: str | Format) -> RoundTr
     Raises
     ------
     FormatError
-        When the scale is not a finite number above 0.
+        When the value is no number, the scale is not a finite number above 0, or there is no such format.
     """
-    if not 0 < scale < math.inf:
+    factor = _one_number(scale, "scale")
+    if not 0 < factor < math.inf:
         raise FormatError(f"scale: got {scale!r}, expected a finite number above 0, such as 2**16")
-    scaled = float(value) * float(scale)
+    scaled = _one_number(value) * factor
     stored = format_of(name).round(scaled)
-    return RoundTrip(scaled, stored, stored / float(scale))
+    return RoundTrip(scaled, stored, stored / factor)
 
 
 @overload
@@ -605,20 +609,32 @@ def update_survives(w: npt.ArrayLike, g: npt.ArrayLike, lr: npt.ArrayLike, name:
     """Whether a weight that is kept in a format is another after ``w - lr * g``.
 
     The weight is stored first, the update is computed in float64 from the gradient as it is, and what comes out is stored. What
-    is less than half of the weight's spacing is lost.
+    is less than half of the weight's spacing is lost. Where one of the three is NaN, nothing survives.
+
+    Raises
+    ------
+    FormatError
+        When there is no such format, one of the three is no number, or their shapes do not fit together.
     """
     kept = format_of(name)
-    before = np.asarray(kept.round(np.asarray(w)))
+    before = np.asarray(kept.round(w))
+    gradient, _ = _floats(g, "g")
+    rate, _ = _floats(lr, "lr")
     with np.errstate(over="ignore", invalid="ignore"):
-        after = np.asarray(kept.round(before - np.asarray(lr, dtype=np.float64) * np.asarray(g, dtype=np.float64)))
-    differs = np.asarray((before != after) & ~np.isnan(before))
+        try:
+            wanted = before - rate * gradient
+        except ValueError:
+            shapes = f"{before.shape}, {gradient.shape} and {rate.shape}"
+            raise FormatError(f"w, g, lr: got the shapes {shapes}, expected such as can be broadcast together") from None
+        after = np.asarray(kept.round(wanted))
+    differs = np.asarray((before != after) & ~np.isnan(before) & ~np.isnan(wanted))
     return bool(differs) if differs.ndim == 0 else differs
 
 
-def _floats(value: Any) -> tuple[Floats, bool]:
+def _floats(value: Any, name: str = "value") -> tuple[Floats, bool]:
     """As float64, and whether it is a single number."""
     try:
-        values = np.asarray(value)
+        values = np.asarray(_out_of_torch(value))
         if values.dtype.kind in "fiub":
             with np.errstate(invalid="ignore"):  # some NaNs are said to be invalid
                 floats = values.astype(np.float64)
@@ -626,6 +642,21 @@ def _floats(value: Any) -> tuple[Floats, bool]:
             floats = np.asarray(float(value))  # a large int, a Fraction
         else:
             floats = values.astype(np.float64, casting="safe")  # number types of other packages
-    except (TypeError, ValueError, OverflowError):
-        raise FormatError(f"value: got {value!r}, expected a real number or an array of them") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor without numbers, or among others in a list
+        raise FormatError(f"{name}: got {value!r}, expected a real number or an array of them") from None
     return floats, floats.ndim == 0
+
+
+def _one_number(value: Any, name: str = "value") -> float:
+    floats, scalar = _floats(value, name)
+    if not scalar:
+        raise FormatError(f"{name}: got {value!r}, expected a single number")
+    return float(floats[()])
+
+
+def _out_of_torch(value: Any) -> Any:
+    """A tensor, known by its methods, as what numpy can read: without a graph, on the host, in float64 where it has fractions."""
+    if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):
+        return value
+    value = value.detach().cpu()
+    return value.double() if value.is_floating_point() else value

@@ -8,7 +8,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +34,10 @@ BUCKETS = 767
 ZERO_BUCKET, SUBNORMAL_BUCKET, INF_BUCKET, NAN_BUCKET = 0, 1, 765, 766
 MODEL = "(model)"
 KEPT = 16
-SAMPLE_ELEMENTS = 4096
+SAMPLE_ELEMENTS = 1 << 15
+"""A share among so many that were drawn has a standard error of 0.28 percentage points at most, of 0.05 where it is 1 percent."""
+COUNTED_IN_FULL = 2
+"""Up to so many times the elements of a sample a tensor is counted in full, as that takes no longer than drawing one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,9 +57,18 @@ class CountedGradients:
     arrivals
         How many tensors they were.
     elements
-        Of all of them.
+        Of all of them; a complex number is two, its real and its imaginary part.
+    looked_at
+        How many of the elements were put into buckets: fewer than all are a sample.
     counts
-        How many of the elements that were looked at, by bucket: see `bucket_of`. Shape ``(BUCKETS,)``, int64.
+        How many of all elements there are, by bucket: see `bucket_of`. Estimated where only a sample was looked at, each tensor
+        with the weight of all its elements. Shape ``(BUCKETS,)``, float64.
+    peaks
+        The largest absolute value among *all* elements, also where only a sample was put into buckets: inf where one is inf, NaN
+        where one is NaN. By the name of the parameter in its layer; that of outputs is ``""``.
+    wide
+        Whether autocast leaves it as it is, so that no fp16 is on its way: of the fp32 parameters of torch's normalisations and
+        embeddings, and of complex ones.
     """
 
     layer: str
@@ -64,7 +76,10 @@ class CountedGradients:
     dtype: str
     arrivals: int
     elements: int
-    counts: npt.NDArray[np.int64]
+    looked_at: int
+    counts: npt.NDArray[np.float64]
+    peaks: Mapping[str, float]
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -115,7 +130,10 @@ class GradientProbe:
     graph that made the output, in the format of the output and summed up over all its uses. Each is counted once, for the
     innermost layer that returned it. No hook is put on a tensor, a module or a parameter of the user's: one global forward hook,
     for the step alone, tells which nodes to watch. A layer that is recomputed is counted once, as gradients flow through only one
-    of its two graphs.
+    of its two graphs. Outputs that are complex are left out, as no format of 16 bits holds them.
+
+    Of each tensor the largest absolute value is taken over all elements, so that inf, NaN and what would overflow are never
+    missed. How many there are of each size is estimated from a random sample where a tensor is large.
 
     Parameters
     ----------
@@ -124,16 +142,20 @@ class GradientProbe:
     every
         Count in every n-th step; 0 only on request.
     sample
-        Elements of each tensor that are looked at, at most, evenly spread; None for all.
+        How many elements of a large tensor are put into buckets, see `places_among`; None for all. One with at most `COUNTED_IN_FULL`
+        times as many is counted in full.
 
     Notes
     -----
     Nothing waits for the device. Neither the user's tensors nor the random state are touched: a step comes out bit by bit as it
     would without.
 
-    A step that is counted takes longer by some 0.1 ms on a CPU for each tensor that is looked at, most of it the start of ops and
-    not the elements: 10 to 30 percent of a small step. So a dashboard counts every tenth step, which takes 1 to 3 percent of the
-    time on the whole; `tests/benchmarks/numerics.py` prints both.
+    A share that is estimated from a sample of n has a standard error of ``sqrt(p (1 - p) / n)`` at most: 0.28 percentage points
+    with `SAMPLE_ELEMENTS`, where half of the elements are meant, and less where few are.
+
+    A step that is counted takes longer by some 0.1 to 0.4 ms on a CPU for each tensor that is looked at, half of the time of a
+    small step. So a dashboard counts every tenth step, which takes up to 5 percent of the time on the whole;
+    `tests/benchmarks/numerics.py` prints both.
     """
 
     def __init__(self, model: nn.Module, *, every: int = 0, sample: int | None = SAMPLE_ELEMENTS) -> None:
@@ -254,35 +276,38 @@ def gradient_node(parameter: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
-def spread(gradient: Tensor, most: int | None, start: int) -> Tensor:
-    """The elements, or about `most` of them, evenly spread and not always in the same column; of shape (n,), no copy if need be.
+def larger(one: float, other: float) -> float:
+    """The larger of two; NaN where one is NaN."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def drawn(gradient: Tensor, chosen: Tensor) -> Tensor:
+    """The elements at these places, as they come when a tensor is flattened; of shape (n,)."""
+    if gradient.is_contiguous():
+        return gradient.view(-1).index_select(0, chosen)  # twice as fast as take
+    return gradient.take(chosen)
+
+
+def places_among(elements: int, where: Tensor) -> Tensor:
+    """For `drawn`: one from each of n equal parts, int64 of shape (n,).
+
+    Each element is as likely as any other, so that no layout of the tensor can agree with the sample's, as it can with every
+    n-th element.
 
     Parameters
     ----------
-    start
-        Which of the first elements to begin with; another one each step, so that all are seen in the course of time.
+    where
+        Of shape (n,), fp64: the i-th is a random number from i to below i + 1. See `random_places`.
     """
-    elements = gradient.numel()
-    if most is None or elements <= most:
-        return gradient.reshape(-1)
-    stride, dense = _plan(gradient.shape, gradient.stride(), most)
-    first = start % stride
-    if dense:
-        return gradient.as_strided((-(-(elements - first) // stride),), (stride,), gradient.storage_offset() + first)
-    return gradient.take(torch.arange(first, elements, stride, device=gradient.device))
+    return (where * (elements / where.numel())).to(torch.int64).clamp_(max=elements - 1)
 
 
-@functools.lru_cache(maxsize=4096)  # of a model's gradients the shapes are the same step by step
-def _plan(shape: torch.Size, strides: tuple[int, ...], most: int) -> tuple[int, bool]:
-    """Each which element to pick, and whether they can be counted off in memory: none twice, and none left out."""
-    stride = -(-math.prod(shape) // most)
-    while any(size > 1 and math.gcd(stride, size) > 1 for size in shape):
-        stride += 1
-    expected, dense = 1, True
-    for step, size in sorted((step, size) for step, size in zip(strides, shape, strict=True) if size > 1):
-        dense = dense and step == expected
-        expected *= size
-    return stride, dense
+def random_places(count: int, seed: int, device: torch.device) -> Tensor:
+    """For `places_among`: others for every seed. The user's random state is left alone."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.rand(count, generator=generator, dtype=torch.float64, device=device).add_(
+        torch.arange(count, dtype=torch.float64, device=device)
+    )
 
 
 _HELD_ELEMENTS = 1 << 15
@@ -303,29 +328,44 @@ def _each(total: int, sizes: Sequence[int], device: torch.device) -> Tensor:
     return begins.repeat_interleave(repeats, output_size=total)
 
 
+_WIDE_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag,
+)  # fmt: skip
+"""None of their operators is in autocast's list for 16 bits, nor do they cast their parameters."""
+
 _Key = tuple[str, Family, torch.dtype, torch.device]
 
 
 class _Row:
-    __slots__ = ("arrivals", "at", "elements")
+    __slots__ = ("arrivals", "at", "elements", "looked_at", "wide")
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, wide: bool) -> None:
         self.at = at
+        self.wide = wide
         self.arrivals = 0
         self.elements = 0
+        self.looked_at = 0
+
+
+_Line = tuple[int, float]
+"""A row, and how many elements each one stands for that was looked at."""
 
 
 class _Held:
     """Samples on one device that are not in buckets yet, and those that are: each tensor has a line for each of its rows."""
 
-    __slots__ = ("buckets", "elements", "lines", "one", "samples")
+    __slots__ = ("buckets", "elements", "lines", "one", "peak_of", "peaks", "places", "samples", "where")
 
     def __init__(self, device: torch.device) -> None:
         self.one = torch.ones((), dtype=torch.int32, device=device)
-        self.samples: list[tuple[int, Tensor]] = []
+        self.where: Tensor | None = None  # random numbers, the same for all tensors of the step
+        self.places: dict[int, Tensor] = {}  # of the sample of a tensor, by the number of its elements
+        self.samples: list[tuple[_Line, Tensor]] = []
         self.elements = 0
         self.buckets: list[Tensor] = []
-        self.lines: list[list[int]] = []
+        self.lines: list[list[_Line]] = []
+        self.peaks: list[Tensor] = []  # the smallest and the largest element of each tensor in turn
+        self.peak_of: list[tuple[int, str]] = []  # a row and the name of a parameter
 
 
 class _OpenCount:
@@ -363,10 +403,17 @@ class _OpenCount:
         with unseen():
             for one in held:
                 self._add_held(one)
-        places = [at for one in held for lines in one.lines for at in lines]
-        arrays = ArrayReadback([buckets for one in held for buckets in one.buckets])
+            peaks = [torch.stack(one.peaks) for one in held if one.peaks]
         return _Arriving(
-            self.step, list(self._rows), list(self._rows.values()), places, arrays, Readback([scale]), tuple(self._notes)
+            step=self.step,
+            keys=list(self._rows),
+            rows=list(self._rows.values()),
+            lines=[line for one in held for lines in one.lines for line in lines],
+            arrays=ArrayReadback([buckets for one in held for buckets in one.buckets]),
+            peak_of=[of for one in held for of in one.peak_of],
+            peaks=ArrayReadback(peaks),
+            scale=Readback([scale]),
+            notes=tuple(self._notes),
         )
 
     def _watch_parameters(self, prefix: str, model: nn.Module) -> None:
@@ -377,10 +424,12 @@ class _OpenCount:
             if id(module) in self._layer_of:
                 continue
             self._layer_of[id(module)] = layer
-            for parameter in module._parameters.values():
+            for own_name, parameter in module._parameters.items():
                 node = None if parameter is None else gradient_node(parameter)
-                if node is not None:
-                    self._handles.append(node.register_prehook(functools.partial(self._arrived, layer, "parameter", 0)))
+                if parameter is not None and node is not None:
+                    wide = parameter.is_complex() or (parameter.dtype == torch.float32 and isinstance(module, _WIDE_LAYERS))
+                    arrived = functools.partial(self._arrived, layer, "parameter", own_name, wide, 0)
+                    self._handles.append(node.register_prehook(arrived))
                     self._nodes.append(node)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -407,37 +456,55 @@ class _OpenCount:
             key = (threading.get_ident(), node._sequence_nr(), tensor.output_nr)
             if key not in self._seen:  # an outer layer may return what an inner one has made
                 self._seen.add(key)
-                self._handles.append(node.register_prehook(functools.partial(self._arrived, layer, "output", tensor.output_nr)))
+                arrived = functools.partial(self._arrived, layer, "output", "", False, tensor.output_nr)
+                self._handles.append(node.register_prehook(arrived))
 
-    def _arrived(self, layer: str, family: Family, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _arrived(self, layer: str, family: Family, name: str, wide: bool, at: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[at]
         if gradient is None or self._over or not gradient.numel():
             return
         try:
             with unseen():
-                self._count(layer, family, gradient)
+                self._count(layer, family, name, wide, gradient)
         except Exception as error:
             self._leave_out(layer, error)
 
-    def _count(self, layer: str, family: Family, gradient: Tensor) -> None:
+    def _count(self, layer: str, family: Family, name: str, wide: bool, gradient: Tensor) -> None:
         if type(gradient).__torch_dispatch__ is not _DISABLED:
             raise TypeError(f"its gradient is a {type(gradient).__name__}")
         if gradient.layout != torch.strided:
             gradient = gradient._values()
         key = (layer, family, gradient.dtype, gradient.device)
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = _Row(len(self._rows))
-        row.arrivals += 1
-        row.elements += gradient.numel()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
         held = self._held.get(gradient.device)
         if held is None:
             held = self._held[gradient.device] = _Held(gradient.device)
-        picked = spread(gradient, self._sample, self.step)
-        if self._sample is None:
-            self._add(held, [(row.at, picked)])
+        peak = torch.stack(torch.aminmax(gradient)).float()
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(len(self._rows), wide)
+        elements = gradient.numel()
+        row.arrivals += 1
+        row.elements += elements
+        held.peaks.append(peak)
+        held.peak_of.append((row.at, name))
+        if self._sample is None or elements <= COUNTED_IN_FULL * self._sample:
+            picked = gradient.reshape(-1)
+        else:
+            if held.where is None:
+                held.where = random_places(self._sample, self.step, gradient.device)
+            places = held.places.get(elements)
+            if places is None:
+                places = held.places[elements] = places_among(elements, held.where)
+            picked = drawn(gradient, places)
+        row.looked_at += picked.numel()
+        line = (row.at, elements / picked.numel())
+        if self._sample is None or picked.numel() >= _HELD_ELEMENTS:
+            for part in picked.split(_HELD_ELEMENTS) if picked.is_cpu else (picked,):
+                self._add(held, [(line, part)])
             return
-        held.samples.append((row.at, picked.to(torch.float32, copy=True)))  # the gradient itself is to be free again
+        held.samples.append((line, picked.to(torch.float32, copy=True)))  # the gradient itself is to be free again
         held.elements += picked.numel()
         if held.elements >= _HELD_ELEMENTS:
             self._add_held(held)
@@ -450,7 +517,7 @@ class _OpenCount:
         except Exception as error:
             self._leave_out("one part of the gradients", error)
 
-    def _add(self, held: _Held, samples: list[tuple[int, Tensor]]) -> None:
+    def _add(self, held: _Held, samples: list[tuple[_Line, Tensor]]) -> None:
         """Put into buckets, all of these in one go."""
         if len(samples) == 1:
             places = bucket_of(samples[0][1])
@@ -463,41 +530,50 @@ class _OpenCount:
             buckets = torch.zeros(len(samples) * BUCKETS, dtype=torch.int32, device=places.device)
             buckets.index_add_(0, places, held.one.expand(places.numel()))
         held.buckets.append(buckets.view(-1, BUCKETS))
-        held.lines.append([at for at, _ in samples])
+        held.lines.append([line for line, _ in samples])
 
     def _leave_out(self, layer: str, error: Exception) -> None:
         words = str(error).splitlines()
         self._notes[f"{layer} was not counted: {type(error).__name__}: {words[0] if words else ''}"] = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class _Arriving:
     """A step that was counted, its numbers perhaps still on the device."""
 
     step: int
     keys: list[_Key]
     rows: list[_Row]
-    places: list[int]  # the row of each line of the arrays
+    lines: list[_Line]  # of the arrays, one after the other
     arrays: ArrayReadback
+    peak_of: list[tuple[int, str]]
+    peaks: ArrayReadback
     scale: Readback
     notes: tuple[str, ...]
 
     def ready(self) -> bool:
-        return self.arrays.ready() and self.scale.ready()
+        return self.arrays.ready() and self.peaks.ready() and self.scale.ready()
 
     def counts(self) -> GradientCounts:
-        found = np.zeros((len(self.rows), BUCKETS), np.int64)
-        for at, line in zip(self.places, (line for array in self.arrays.arrays() for line in array), strict=True):
-            found[at] += line
+        found = np.zeros((len(self.rows), BUCKETS))
+        for (at, weight), line in zip(self.lines, (line for array in self.arrays.arrays() for line in array), strict=True):
+            found[at] += weight * line
+        peaks: list[dict[str, float]] = [{} for _ in self.rows]
+        values = (float(peak) for array in self.peaks.arrays() for peak in np.abs(array).max(axis=1))
+        for (at, name), peak in zip(self.peak_of, values, strict=True):
+            peaks[at][name] = larger(peak, peaks[at].get(name, 0.0))
         rows = tuple(
             CountedGradients(
                 layer=layer,
                 family=family,
                 dtype=_NAMES.get(dtype, str(dtype).removeprefix("torch.")),
-                arrivals=self.rows[at].arrivals,
-                elements=self.rows[at].elements,
-                counts=found[at],
+                arrivals=row.arrivals,
+                elements=row.elements,
+                looked_at=row.looked_at,
+                counts=found[row.at],
+                peaks=peaks[row.at],
+                wide=row.wide,
             )
-            for at, (layer, family, dtype, _) in enumerate(self.keys)
+            for (layer, family, dtype, _), row in zip(self.keys, self.rows, strict=True)
         )
         return GradientCounts(step=self.step, scale=self.scale.values()[0], rows=rows, notes=self.notes)

@@ -100,7 +100,8 @@ def resolve_layers(model: nn.Module, patterns: Iterable[str], *, setting: LayerS
     ----------
     patterns
         Layer names, also second names of a shared module, and globs: ``*``, ``?`` and ``[…]`` stand for characters within
-        one part of a dotted name, ``**`` for any number of parts, none included. Globs pass over structural layers.
+        one part of a dotted name, ``**`` for any number of parts, none included. Globs pass over structural layers, and over
+        what is never called.
     setting
         What they are named for; without one, ``checkpointed``.
 
@@ -178,6 +179,8 @@ def why_not_exchanged(module: nn.Module) -> str | None:
         return "it is a torch.fx GraphModule, which writes its own forward pass into its class"
     if _is_data_parallel(module):
         return f"it is a {type(module).__name__} wrapper: choose layers inside it"
+    if _is_never_called(module):
+        return "it is never called: nn.MultiheadAttention computes with its weights itself, and is the layer to name"
     if "forward" in vars(module):
         owner = "accelerate" if "_hf_hook" in vars(module) else "other code"
         return f"its forward was replaced on the instance (by {owner}), which hides the one of its class: undo that first"
@@ -276,7 +279,9 @@ def _matches(
     if not is_glob(pattern):
         raise LayerError(f"{setting.name}: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
     hits = _glob_hits(pattern, aliases)
-    found = [name for name in hits if not is_structural(layers[name])]
+    found = [name for name in hits if not is_structural(layers[name]) and not _is_never_called(layers[name])]
+    if not found and any(_is_never_called(layers[name]) for name in hits):
+        return hits  # to be refused with the reason
     if not found and hits:
         raise LayerError(
             f"{setting.name}: {given!r} matches only layers that hold others and have no forward pass of their own, such as "
@@ -285,6 +290,11 @@ def _matches(
     if not found:
         raise LayerError(f"{setting.name}: no layer matches {given!r}{_did_you_mean(pattern, layers)}")
     return found
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether it is the last layer of an ``nn.MultiheadAttention``, which does not call it."""
+    return type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def is_glob(pattern: str) -> bool:

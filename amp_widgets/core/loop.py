@@ -33,7 +33,7 @@ from amp_widgets.core.memory.step_mode import files_running, modules_being_calle
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.numerics import Numerics
-from amp_widgets.core.open_step import OpenStep
+from amp_widgets.core.open_step import OpenStep, graph_is_alive, is_alive
 from amp_widgets.core.optimizers import OptimizerSteps
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
@@ -122,7 +122,9 @@ class LiveLoop:
         self._checkpointing = Checkpointing(model)
         self._layers = self._checkpointing.layers
         self._support = autocast_support(self.device)
-        self._switches: dict[str, LayerSwitch] = {"checkpointed": self._checkpointing, "fp32_layers": Fp32Layers(model)}
+        self._fp32_layers = Fp32Layers(model)
+        self._switches: dict[str, LayerSwitch] = {"checkpointed": self._checkpointing, "fp32_layers": self._fp32_layers}
+        self.remarks.append(self._fp32_layers.remark)
         self._queue = RequestQueue(self.device, self._support, self._switches)
         self._overridden: set[str] = set()  # settings that were asked for, in a loop that has its own
         self._scaler = LiveScaler(self.device.type, self._settings)
@@ -298,10 +300,19 @@ class LiveLoop:
         with self._lock:
             return self._queue.scheduled
 
-    def apply_pending(self) -> None:
-        """Apply what waits, if no step is in progress; for the thread that trains."""
-        if self._open is None and not self._closed:
-            self._apply_queue()
+    def apply_pending(self) -> bool:
+        """Apply what waits now, between two steps; for the thread that trains.
+
+        Returns
+        -------
+        bool
+            Whether that could be done. False: a step is in progress, also where a cell has only called the model and nothing
+            more, and it waits for that step's end; `abandon_step` forgets the step. Or the loop is closed, or set aside.
+        """
+        if self._open is not None or self._closed or self._owner == _NO_THREAD:
+            return False
+        self._apply_queue()
+        return True
 
     def restart_scale(self) -> None:
         """Set the live scale to the initial scale in force, between steps; for a run that starts over."""
@@ -526,6 +537,42 @@ class LiveLoop:
     def step_in_progress(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._open is not None
+
+    def settle_step(self) -> bool:
+        """Be between two steps, if a step in progress is one that nobody goes on with.
+
+        That is so where the code that began it is over, as a cell that has called the model or was left by an error; or where
+        nothing was backpropagated as far as is known, and no graph is left to do so. Such a step is forgotten, or has ended
+        where its optimizers have stepped. Not where a loss was scaled: its gradients are, and ``update()`` may come.
+
+        Returns
+        -------
+        bool
+            Whether no step is in progress now.
+        """
+        step = self._open
+        if step is None:
+            return True
+        if not self._owner_is_here() or (step.scaler_used and any(scaler.is_enabled() for scaler in self._scalers)):
+            return False
+        with self._step_lock:
+            here = step.thread == threading.get_ident()
+            if here and (torch._C._current_graph_task_id() != -1 or modules_being_called()):
+                return False  # in the midst of a pass
+            is_left = step.is_left
+            if self._optimizer_steps.awaits_more:
+                if is_left and not self._is_of_another(threading.get_ident()):
+                    self._complete()
+            elif is_left or (here and step.loss is None and not self._may_go_on(step)):
+                self.abandon_step()
+        return self._open is None
+
+    def _may_go_on(self, step: OpenStep) -> bool:
+        """Whether a backward pass may follow; of a step begun by `begin_step` nothing is known."""
+        if not (step.trained or step.by_autocast):
+            return True
+        self.numerics.abandon()  # it may hold on to the graph
+        return graph_is_alive(self.parameters())
 
     def own(self, thread_ident: int | None) -> None:
         """Let only this thread begin steps (a background run); None lets any."""
@@ -774,8 +821,8 @@ class LiveLoop:
         if self._open is not None:
             self._open.scaler_used = True
 
-    def skipping(self) -> None:
-        self.numerics.overflow.skipping()
+    def skipping(self, *, as_arrived: bool) -> None:
+        self.numerics.overflow.skipping(as_arrived=as_arrived)
 
     def refused(self, reason: str) -> None:
         self.numerics.overflow.refuse(self._step, reason)
@@ -847,7 +894,7 @@ class LiveLoop:
             self._begin_on(threading.get_ident(), by_autocast, trains)
 
     def _begin_on(self, thread: int, by_autocast: bool, trains: bool) -> None:
-        elsewhere = self._trainer not in (None, thread) and _is_alive(self._trainer)
+        elsewhere = self._trainer not in (None, thread) and is_alive(self._trainer)
         if self._open is not None:
             if trains and self._open.thread != thread:
                 self.abandon_step()  # another thread's forward pass, which was none of training
@@ -894,7 +941,7 @@ class LiveLoop:
     def _is_of_another(self, thread: int) -> bool:
         """Whether the step in progress was begun by another thread, which has not ended."""
         step = self._open
-        return step is not None and step.thread != thread and _is_alive(step.thread)
+        return step is not None and step.thread != thread and is_alive(step.thread)
 
     def _starts_over(self, thread: int) -> bool:
         """Whether a new step begins after one in which memory has run out; else the user has caught that, and goes on with it.
@@ -906,7 +953,7 @@ class LiveLoop:
         assert step is not None
         if step.thread != thread or torch._C._current_graph_task_id() != -1:
             return False
-        if not step.scaler_used or step.died_in not in files_running():
+        if not step.scaler_used or (step.died_in or "") not in files_running():
             return True
         return all(p.grad is None or (not p.grad.is_sparse and not bool(p.grad.any())) for p in self.parameters())
 
@@ -944,6 +991,7 @@ class LiveLoop:
         if profile is not None:
             self.keep_profile(profile)
         self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
+        self._fp32_layers.step_ended(self._step)
         self._journal.put_step(
             StepRecord(
                 step=self._step,
@@ -1091,11 +1139,6 @@ _QUIET_S = 3.0
 _QUIET_STEPS = 5
 
 _attached: Attached[LiveLoop] = Attached()
-
-
-def _is_alive(thread: int | None) -> bool:
-    """Whether a thread, by its identity, has not ended."""
-    return any(other.ident == thread for other in threading.enumerate())
 
 
 def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter, numerics: Numerics) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from amp_widgets.core.journal import DeviceTimer
 from amp_widgets.core.memory.step_mode import files_running
+from amp_widgets.core.unseen import unseen
 
 
 class OpenStep:
@@ -28,6 +32,8 @@ class OpenStep:
 
     Attributes
     ----------
+    begun_in
+        The file or cell of the code that began it; empty where there is none, as on a thread of its own.
     inferred, trained
         Whether there was a forward pass without, or something of training.
     scaler_used
@@ -39,8 +45,8 @@ class OpenStep:
     """
 
     __slots__ = (
-        "autograd_nodes", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled", "scaler_used",
-        "scaling_added", "thread", "timer", "trained",
+        "autograd_nodes", "begun_in", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled",
+        "scaler_used", "scaling_added", "thread", "timer", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +59,7 @@ class OpenStep:
         self.begun_s = begun_s
         self.timer = timer
         self.autograd_nodes = _autograd_nodes()
+        self.begun_in = next(files_running(), "")
         self.inferred = False
         self.trained = False
         self.scaler_used = False
@@ -64,6 +71,16 @@ class OpenStep:
     def is_validation(self) -> bool:
         """Whether all that happened in it is an autocast region in which nothing was recorded for a backward pass."""
         return self.by_autocast and not self.trained and (self.inferred or self.autograd_nodes == _autograd_nodes())
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the code that began it is over: its cell has ended or was left by an error, or its thread has ended.
+
+        Asked on another thread, a cell that has ended is not enough: the next one there may go on with the step.
+        """
+        if self.thread != threading.get_ident():
+            return not is_alive(self.thread)
+        return self.begun_in != "" and self.begun_in not in files_running()
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
@@ -80,7 +97,36 @@ class OpenStep:
     def die(self) -> None:
         """Memory ran out in it."""
         if self.died_in is None:  # told of it by a thread of torch's, perhaps
-            self.died_in = next(iter(files_running(sys._current_frames().get(self.thread))), "")
+            self.died_in = next(files_running(sys._current_frames().get(self.thread)), "")
+
+
+def graph_is_alive(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether there is a graph of a forward pass with one of these, which a backward pass may still go through.
+
+    A parameter does not keep the node in which its gradient will be accumulated; only graphs do. So a mark on that node is
+    there when the node is asked for again, or the node is a new one.
+    """
+    found = False
+    with unseen(), torch.inference_mode(False), torch.enable_grad():
+        for parameter in parameters:
+            if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
+                _notes_of(parameter)[_MARK] = True
+                found |= _notes_of(parameter).pop(_MARK, False)
+    return found
+
+
+def is_alive(thread: int | None) -> bool:
+    """Whether a thread, by its identity, has not ended."""
+    return any(other.ident == thread for other in threading.enumerate())
+
+
+def _notes_of(parameter: torch.nn.Parameter) -> dict[str, bool]:
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    notes: dict[str, bool] = node.metadata
+    return notes
+
+
+_MARK = "amp_widgets"
 
 
 def _autograd_nodes() -> int:

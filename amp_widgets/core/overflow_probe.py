@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
 
 from amp_widgets.core.array_readback import ArrayReadback
 from amp_widgets.core.gradient_probe import WatchedModels, gradient_node
 from amp_widgets.core.layers import inner_model
-from amp_widgets.core.memory.compiled import frames_compiled
+from amp_widgets.core.memory.compiled import frames_compiled, is_compiled
 from amp_widgets.core.readback import Readback, host_value
 from amp_widgets.core.unseen import unseen
 
-Seen = Literal["arriving", "afterwards"]
+Seen = Literal["arriving", "stepping", "afterwards"]
+Found = Literal["finite", "inf", "nan"]
 NAMES_KEPT = 32
 NOTES_KEPT = 10_000
 FOLLOWED_AFTER = 8
@@ -46,10 +49,14 @@ class SkipNote:
     with_nan
         How many of them have NaN, with or without inf.
     seen
-        ``"arriving"``: as each gradient was produced. ``"afterwards"``: in the gradients as they were when the step was
-        skipped, into which clipping may have carried NaN from others.
+        ``"arriving"``: as each gradient was produced. ``"stepping"``: in the gradients as ``scaler.step`` found them, which has
+        unscaled them itself. ``"afterwards"``: in the gradients as they were when the step was skipped, into which clipping may
+        have carried NaN from others.
     order_of
         The step whose order of production this is; None: the model's own, from the end.
+    output
+        What was in the gradient of the model's own output, with which the backward pass enters the model; None where it was not
+        looked at.
     """
 
     step: int
@@ -61,6 +68,7 @@ class SkipNote:
     with_nan: int
     seen: Seen
     order_of: int | None
+    output: Found | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +89,9 @@ class OverflowProbe:
     """Notes of each skipped step which gradients had inf or NaN, and which of them was produced first.
 
     In the other steps it does nothing at all. The order in which a backward pass produces gradients is learned in the first step,
-    and again in the step after each skip, which also looks at each gradient as it arrives: in a run of skips all but the first
-    are seen exactly as they came about. Nothing waits for the device. Under torch.compile no step is followed, and skips are
-    looked into afterwards.
+    and again in the `FOLLOWED_AFTER` steps after each skip, which also look at each gradient as it arrives, and at that of the
+    model's output: where skips come in a run, or every few steps, all but the first are seen exactly as they came about. Nothing
+    waits for the device. Under torch.compile no step is followed, and skips are looked into afterwards.
 
     Parameters
     ----------
@@ -91,8 +99,7 @@ class OverflowProbe:
         Whose parameters; only weakly referenced.
     every_step
         Look at the gradients of each step as they arrive, whether it is skipped or not. It takes that where only the device
-        knows of a skip (a fused optimizer on CUDA); else such skips are noted from the moment on that one is known of, for
-        `FOLLOWED_AFTER` steps.
+        knows of a skip (a fused optimizer on CUDA); else such skips are noted from the moment on that one is known of.
     """
 
     def __init__(self, model: nn.Module, *, every_step: bool = False) -> None:
@@ -100,6 +107,7 @@ class OverflowProbe:
         self._models = WatchedModels([("", model)])
         self._order: tuple[int, dict[int, int]] | None = None  # of which step, and the rank of each parameter by its id
         self._follow_steps = 1  # so many of the steps to come
+        self._skipped_before = False
         self._following: _Followed | None = None
         self._looked: _Looked | None = None
         self._arriving: collections.deque[_Arriving] = collections.deque()
@@ -132,12 +140,20 @@ class OverflowProbe:
             self._stop_following()
         if (self._follow_steps > 0 or self.every_step) and not frames_compiled():
             self._follow_steps = max(self._follow_steps - 1, 0)
-            self._following = _Followed(self._models.alive(), step)
+            models = self._models.alive()
+            outputs = self._skipped_before and not any(is_compiled(module) for _, model in models for module in model.modules())
+            self._following = _Followed(models, step, outputs=outputs)
 
-    def skipping(self) -> None:
-        """The scaler is skipping an optimizer's step: the gradients are still there."""
+    def skipping(self, *, as_arrived: bool = False) -> None:
+        """The scaler is skipping an optimizer's step: the gradients are still there.
+
+        Parameters
+        ----------
+        as_arrived
+            Whether they are as the backward pass has left them, but for the scale.
+        """
         if self._looked is None:
-            self._looked = self._look()
+            self._looked = self._look("stepping" if as_arrived else "afterwards")
 
     def refuse(self, step: int, reason: str) -> None:
         """The scaler has raised an error, as no gradient was checked for inf."""
@@ -166,14 +182,16 @@ class OverflowProbe:
             self._order = step, followed.order
         if skipped is None and found_inf is not None and found_inf.is_cpu:
             skipped = host_value(found_inf) > 0
-        if skipped or self._order is None:
+        if skipped:
+            self._skips_seen()
+        elif self._order is None:
             self._follow_steps = max(self._follow_steps, 1)
         if skipped is False:
             return
         if followed is not None and followed.extremes:
             looked = followed.looked()
         elif looked is None and skipped:
-            looked = self._look()
+            looked = self._look("afterwards")
         values = Readback([1.0 if scale is None else scale, loss, found_inf])
         self._arriving.append(_Arriving(step, looked, self._order, skipped, loss is not None, values))
         self._take_in(wait=False)
@@ -195,11 +213,15 @@ class OverflowProbe:
             followed.stop()
         return followed
 
-    def _look(self) -> _Looked:
+    def _skips_seen(self) -> None:
+        self._follow_steps = FOLLOWED_AFTER
+        self._skipped_before = True
+
+    def _look(self, seen: Seen) -> _Looked:
         known = [(name, one, one.grad) for name, one in _named_parameters(self._models.alive()) if one.grad is not None]
         with unseen():
             flags = _Flags([_extremes_of(gradient) for _, _, gradient in known])
-        return _Looked("afterwards", [name for name, _, _ in known], [id(one) for _, one, _ in known], flags)
+        return _Looked(seen, [name for name, _, _ in known], [id(one) for _, one, _ in known], flags)
 
     def _take_in(self, *, wait: bool) -> None:
         with self._lock:
@@ -208,12 +230,13 @@ class OverflowProbe:
                 if not arrived.was_skipped():
                     continue
                 if arrived.skipped is None:  # known of it only now
-                    self._follow_steps = FOLLOWED_AFTER
+                    self._skips_seen()
                 if arrived.looked is not None:
                     self._notes.append(arrived.note(arrived.looked))
 
 
 _FINITE, _INF, _NAN = 0, 1, 2
+_FOUND: tuple[Found, ...] = ("finite", "inf", "nan")
 
 
 def _named_parameters(models: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Parameter]]:
@@ -262,16 +285,19 @@ class _Looked:
     names: list[str]
     ids: list[int]
     flags: _Flags
+    output: bool = False
+    """Whether one more flag follows those of the parameters: that of the model's output."""
 
 
 class _Followed:
-    """A step in which each gradient is looked at as it arrives."""
+    """A step in which each gradient is looked at as it arrives; with `outputs`, also those of what the models return."""
 
-    def __init__(self, models: Sequence[tuple[str, nn.Module]], step: int) -> None:
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], step: int, *, outputs: bool = False) -> None:
         self.step = step
         self.order: dict[int, int] = {}
         self.extremes: dict[int, list[Tensor]] = {}  # of each parameter, of all that has arrived
         self._names: dict[int, str] = {}
+        self._outputs: list[Tensor] = []  # the extremes of their gradients
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
         self._over = False
@@ -282,6 +308,10 @@ class _Followed:
                     self._names[id(parameter)] = name
                     self._handles.append(node.register_prehook(functools.partial(self._arrived, id(parameter))))
                     self._nodes.append(node)
+        if outputs:
+            self._roots = {id(inner_model(model)) for _, model in models}
+            self._seen: set[tuple[int, int, int]] = set()
+            self._handles.append(register_module_forward_hook(self._returned))
 
     def stop(self) -> None:
         self._over = True
@@ -290,9 +320,33 @@ class _Followed:
         self._handles, self._nodes = [], []
 
     def looked(self) -> _Looked:
+        with_outputs = bool(self._outputs)
         with unseen():
-            flags = _Flags(list(self.extremes.values()))
-        return _Looked("arriving", [self._names[one] for one in self.extremes], list(self.extremes), flags)
+            flags = _Flags([*self.extremes.values(), *([self._outputs] if with_outputs else [])])
+        names = [self._names[one] for one in self.extremes]
+        return _Looked("arriving", names, list(self.extremes), flags, with_outputs)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._roots or self._over or not torch.is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
+            node = tensor.grad_fn if isinstance(tensor, Tensor) and tensor.is_floating_point() else None
+            if node is None:
+                continue
+            key = (threading.get_ident(), node._sequence_nr(), tensor.output_nr)
+            if key not in self._seen:  # the model may be within another of the models
+                self._seen.add(key)
+                self._handles.append(node.register_prehook(functools.partial(self._output_arrived, tensor.output_nr)))
+
+    def _output_arrived(self, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[at]
+        if gradient is None or self._over:
+            return
+        try:
+            with unseen():
+                self._outputs.extend(_extremes_of(gradient))
+        except Exception:  # as below
+            return
 
     def _arrived(self, one: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
@@ -337,7 +391,8 @@ class _Arriving:
             parameters=tuple(found[:NAMES_KEPT]),
             nonfinite=len(found),
             of=count,
-            with_nan=flags.count(_NAN),
+            with_nan=flags[:count].count(_NAN),
             seen=looked.seen,
             order_of=None if self.order is None else self.order[0],
+            output=_FOUND[flags[count]] if looked.output else None,
         )

@@ -133,8 +133,7 @@ class RequestQueue:
                 prospective = prospective.replace(**request.changes)
         for name, switch in self._switches.items():
             if name in changes:
-                wanted = getattr(changes[name], "layers", changes[name])  # of a plan, its layers
-                changes[name] = switch.resolve(getattr(prospective.replace(**{name: wanted}), name))
+                changes[name] = switch.resolve(getattr(prospective.replace(**{name: changes[name]}), name))
         settings = prospective.replace(**changes)
         if "init_scale" in changes:
             _check_bounds(settings)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from amp_widgets.core.readback import host_value
 from amp_widgets.core.settings import Settings
@@ -25,8 +26,8 @@ class ScalerListener(Protocol):
     def stepping(self) -> None:
         """``step(optimizer)`` is about to step."""
 
-    def skipping(self) -> None:
-        """An optimizer's step is skipped; its gradients are still there."""
+    def skipping(self, *, as_arrived: bool) -> None:
+        """An optimizer's step is skipped; its gradients are still there, as the backward pass has left them or perhaps not."""
 
     def refused(self, reason: str) -> None:
         """``step`` or ``update`` has refused to go on, as no gradient was checked for inf."""
@@ -134,6 +135,7 @@ class LiveScaler(torch.amp.GradScaler):
         self._last_skipped: dict[int, bool | torch.Tensor] = {}
         self._theirs = theirs  # an adopted one's own rules, to be put back
         self._lent = lent  # attributes that it did not have
+        self._as_arrived = False
         self._ruled = theirs is None  # whether the settings rule it, or its own values still do
 
     # ---- what the user's loop calls ---------------------------------------------------------------------------------
@@ -176,11 +178,15 @@ class LiveScaler(torch.amp.GradScaler):
             self._skipped_by[id(optimizer)] = False
             return super().step(optimizer, *args, **kwargs)
         self._skipped_by.pop(id(optimizer), None)
+        state = self._per_optimizer_states.get(id(optimizer))
+        self._as_arrived = state is None or state["stage"] is OptState.READY  # else the user's loop has unscaled, to clip perhaps
         try:
             result = super().step(optimizer, *args, **kwargs)
         except (ValueError, AssertionError) as error:
             self._explain(error, optimizer)
             raise
+        finally:
+            self._as_arrived = False
         if id(optimizer) not in self._skipped_by:  # a fused optimizer decides on the device
             found = self._found_infs(id(optimizer))
             self._skipped_by[id(optimizer)] = _total(found) if found else False
@@ -415,7 +421,7 @@ class LiveScaler(torch.amp.GradScaler):
     def _tell_of_skip(self) -> None:
         listener = self._listener_ref()
         if listener is not None:
-            listener.skipping()
+            listener.skipping(as_arrived=self._as_arrived)
 
     def _finish(self, step: ScaledStep) -> None:
         self._last_skipped, self._skipped_by = self._skipped_by, {}
@@ -473,10 +479,17 @@ class LiveScaler(torch.amp.GradScaler):
             raise HalfParametersError(self._explain_half(optimizer)) from error
         if "No inf checks were recorded" in str(error):
             reason = self._explain_no_gradients(optimizer)
+            self._forget_unchecked()
             listener = self._listener_ref()
             if listener is not None:
                 listener.refused(reason)
             raise NoGradientsError(reason) from error
+
+    def _forget_unchecked(self) -> None:
+        """As if nothing had been unscaled where nothing was: torch would refuse every later step, too."""
+        unchecked = [key for key, state in self._per_optimizer_states.items() if not state["found_inf_per_device"]]
+        for key in unchecked:
+            del self._per_optimizer_states[key]
 
     def _explain_half(self, optimizer: torch.optim.Optimizer | None) -> str:
         named = self._named(optimizer, lambda p: p.grad is not None and p.grad.dtype == torch.float16)
@@ -491,6 +504,11 @@ class LiveScaler(torch.amp.GradScaler):
             return (
                 "No inf checks were recorded prior to update: got update() without a scaler.step(optimizer) since the last one, "
                 "expected scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() in this order"
+            )
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return (
+                "No inf checks were recorded for this optimizer: got scaler.unscale_(optimizer) before any of its parameters had "
+                "a gradient, expected it after scaler.scale(loss).backward()"
             )
         named = self._named(optimizer, lambda p: p.grad is None)
         return (
@@ -540,7 +558,7 @@ class _ParameterGroup:
         self.param_groups = [{"params": list(parameters)}]
 
 
-_OWN_ATTRIBUTES = ("_settings", "_listener_ref", "_skipped_by", "_last_skipped", "_theirs", "_lent", "_ruled")
+_OWN_ATTRIBUTES = ("_settings", "_listener_ref", "_skipped_by", "_last_skipped", "_theirs", "_lent", "_ruled", "_as_arrived")
 _RULES = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
 _NO_OPTIMIZER = -1
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

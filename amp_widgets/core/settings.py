@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from amp_widgets.errors import SettingsError
 
@@ -18,6 +18,15 @@ SMALLEST_SAFE_SCALE = 2.0**-126
 skipped and the parameters become NaN."""
 LARGEST_SAFE_SCALE = 2.0**126
 """Above this, the reciprocal is subnormal in fp32, which a device may flush to zero: the gradients would vanish."""
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """What names layers to be checkpointed, and is more than their names."""
+
+    @property
+    def layers(self) -> Iterable[str]:
+        """Names, or globs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +51,7 @@ class Settings:
         Floor and cap of the live scale, or None; an initial scale outside of them is held to them.
     checkpointed
         Names of the checkpointed layers, in the model's order. In a request, globs too: ``*`` stands for one part of a
-        dotted name, ``**`` for any number of parts.
+        dotted name, ``**`` for any number of parts. A `Planned`, such as a plan for a memory budget, stands for its layers.
     fp32_layers
         Names of the layers that are kept in FP32 while autocast is on, in the model's order. In a request, globs too.
 
@@ -89,8 +98,9 @@ class Settings:
                 f"min_scale: got {format_scale(self.min_scale)}, which is above max_scale {format_scale(self.max_scale)}; "
                 "expected min_scale <= max_scale"
             )
-        for name in ("checkpointed", "fp32_layers"):
-            put(self, name, _names(name, getattr(self, name)))
+        planned: object = self.checkpointed
+        put(self, "checkpointed", _names("checkpointed", planned.layers if isinstance(planned, Planned) else planned))
+        put(self, "fp32_layers", _names("fp32_layers", self.fp32_layers))
 
     @property
     def scales_loss(self) -> bool:

@@ -39,7 +39,7 @@ export default {
         waiting = waiting || waits;
         setText(part.button, waits ? part.waits : part.label);
         part.button.setAttribute("aria-busy", String(waits));
-        part.button.disabled = locked || waits || (part.kind === "check" && model.get("why_no_batch") !== "");
+        setOff(part.button, locked || waits || (part.kind === "check" && model.get("why_no_batch") !== ""));
         setText(part.whyNot, why_not);
         setText(part.caption, caption);
         part.area.hidden = html === "";

@@ -23,7 +23,7 @@ PARITY_EXPLAINED = (
 )
 PARITY_EXAMPLE = (
     "In the digits demo: choose bf16, press Start, tick some layers as checkpointed and press Check parity. Checkpointing "
-    "changes nothing, and the gradients in bf16 are off by some percent."
+    "changes nothing, and the gradients in bf16 are off by some percent; in the text demo by some tenths of a percent."
 )
 PREFLIGHT_EXPLAINED = (
     "Preflight reads the model, the optimizer and the settings, watches one forward pass, and lists what fails or gives wrong "

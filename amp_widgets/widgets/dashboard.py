@@ -372,9 +372,15 @@ class Dashboard(ipywidgets.Box):
             self._carry_out(lambda source: source.count_gradients(every=values["steps"]), "count_gradients")
         elif name == "automatic":
             self._carry_out(lambda source: setattr(source, "check_changes", values["on"]))
+        elif name == "compare":
+            self._carry_out(lambda source: source.compare_on_newest(**values), "compare")
+        elif name == "cancel":
+            self._carry_out(lambda source: source.cancel_comparison())
+        elif name == "cancel_inspection":
+            self._carry_out(lambda source: source.cancel_inspection(values["kind"]))
         else:
             kind = _KINDS[name]
-            self._carry_out(lambda source: source.inspect(kind), kind)
+            self._carry_out(lambda source: source.inspect(kind, **values), kind)
 
     def _select_tab(self, name: Tab) -> None:
         with self._lock:

@@ -7,20 +7,21 @@ const EXPLANATION =
   "it then runs with autocast off, on inputs cast to fp32.";
 const EXAMPLE =
   "In the digits demo: choose bf16, press Start and take the map. The matrix products compute in bf16, each after a cast, and cross_entropy in fp32. " +
-  "Then tick layers.0 and take it again: that layer is all fp32, and autocast casts what follows it.";
+  "Then tick layers.0 and take it again: that layer is all fp32, and autocast casts what follows it. " +
+  "In the text demo tick layers.0.mlp. There layer_norm computes in fp32 though it is on no list: what it is given, a sum, is fp32.";
 // [column, heading, what it means, position in a row, whether a number]
 const TABLE_COLUMNS = [
   ["layer", "layer", "In the order of the first calls", 0, false],
   ["operator", "operator", "As it is called in Python; several of torch's operators may be behind it", 1, false],
   ["in", "in", "The format of what it is called with, before any cast", 3, false],
-  ["compute", "computes in", "The format of what it computes with, after the casts", 4, false],
+  ["compute", "computes", "The format of what it computes with, after the casts", 4, false],
   ["why", "why", "Why it computes in this format", 14, false],
   ["out", "out", "The format of what it returns", 5, false],
   ["casts", "casts", "Casts made for it in the forward pass, and the bytes that they write. A weight is cast once a step", 8, true],
   ["backward", "backward", "The format of what its part of the backward pass computes with", 6, false],
   ["backcasts", "grad casts", "Casts of gradients in its part of the backward pass, and the bytes that they write", 10, true],
   ["calls", "calls", "In the forward pass; recomputes are not counted", 2, true],
-  ["cuda", "on CUDA", "Predicted, not run: the list that autocast has it on for CUDA", 16, false],
+  ["cuda", "CUDA", "Predicted, not run: the list that autocast has it on for CUDA; lower: the lower-precision list", 16, false],
 ];
 const FORMATS = new Set(["fp32", "fp16", "bf16", "fp64"]);
 
@@ -48,8 +49,11 @@ export default {
     // the tree
     const treeId = uid();
     const list = h("ul", { "aria-labelledby": treeId });
-    const treeView = h("div", { class: "ampw-scroll", tabindex: "0", role: "region", "aria-labelledby": treeId }, list);
-    const legend = h("div", { class: "ampw-legend" }, h("span", { id: treeId }, "Keep in FP32"), h("span", { class: "ampw-dim" }, "the ticked layers"));
+    const treeView = h("div", {
+      class: "ampw-scroll", tabindex: "-1", role: "region", "aria-labelledby": treeId,
+      title: "Keys: arrows go from layer to layer, Space ticks one, Enter shows its operators",
+    }, list);
+    const legend = h("div", { class: "ampw-keep" }, h("span", { id: treeId }, "Keep in FP32"), h("span", { class: "ampw-dim" }, "the ticked layers"));
 
     // the table
     const filter = filterField(
@@ -106,16 +110,28 @@ export default {
       const parts = name.split(".");
       const box = tickBox(name, `keep ${name} in FP32`, asked.ask);
       const button = h("button", {
-        type: "button", class: "ampw-name", title: `${name} (${type}): show its operators`, style: `padding-left: ${12 * (parts.length - 1)}px`,
+        type: "button", class: "ampw-name", style: `padding-left: ${12 * (parts.length - 1)}px`,
         onclick: () => filter.set(/[*?[\s,]/.test(name) || !layers.some(([other]) => other.startsWith(`${name}.`)) ? name : `${name}.**`),
       }, parts.at(-1), h("span", { class: "ampw-type-dim" }, type));
-      const element = h("li", { class: `ampw-list-row${formats.length ? "" : " ampw-not-called"}` }, box, button, h("span", { class: "ampw-formats" }, ...formats.map(chip)));
-      return { element, box, name, whyNot };
+      const element = h("li", { class: `ampw-list-row${formats.length ? "" : " ampw-not-called"}` }, box, button, h("span", { class: "ampw-chips" }, ...formats.map(chip)));
+      return { element, box, button, name, whyNot, about: type ? `${name} (${type})` : name };
     };
-    const drawTicks = () => drawTickBoxes(tree.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+    const drawTicks = () => {
+      drawTickBoxes(tree.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+      const why = asked.whyLocked();
+      for (const { button, about } of tree.made.values()) {
+        setOff(button, why !== "");
+        button.title = why ? `${about}: its operators cannot be shown: ${why}` : `${about}: show its operators`;
+      }
+      stop.draw();
+    };
     const tree = virtualRows(treeView, layerRow, listSpacer, drawTicks);
+    const stop = oneTabStop(treeView, tree, list);
     list.append(...tree.ends);
-    arrowsBetweenBoxes(list);
+    list.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.target.type !== "checkbox") return;
+      [...tree.made.values()].find(({ box }) => box === event.target)?.button.click();
+    });
 
     const draw = () => {
       ticked = new Set(model.get("requested"));
@@ -131,10 +147,11 @@ export default {
         matching = model.get("matching");
         arrange(!same);
       }
-      filter.draw(asked.locked());
+      filter.draw(asked.locked(), asked.whyLocked());
       drawTicks();
       const waits = model.get("pending") || asked.value("map", false);
-      take.disabled = asked.locked() || waits || !model.get("available");
+      setOff(take, asked.locked() || waits || !model.get("available"));
+      take.setAttribute("aria-busy", String(waits));
       setText(take, waits ? "Taking the map at the next step …" : rows.length ? "Take the map again" : "Take the map");
       setText(sentence, model.get("sentence"));
       setText(stale, model.get("stale"));

@@ -62,7 +62,7 @@ class DtypePanel(Control):
     """
 
     _esm = page_script("dtype_panel", "virtual_table")
-    _css = page_style("memory", "virtual_table", "dtype_panel")
+    _css = page_style("virtual_table", "dtype_panel")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each operator what `_row` says.").tag(sync=True)
     layers: traitlets.List[Any] = traitlets.List(help="Of each layer what `_layer` says.").tag(sync=True)
@@ -189,10 +189,10 @@ class DtypePanel(Control):
 
 _WHY = {
     "off": "autocast off",
-    "lower": "lower-precision list",
+    "lower": "lower-precision",
     "fp32": "fp32 list",
     "promote": "promote list",
-    "through": "takes what comes",
+    "through": "as given",
     "disabled": "autocast disabled",
     "kept": "kept in FP32",
     "written": "cast in the code",
@@ -213,13 +213,20 @@ def _row(row: OperatorDtypes) -> list[Any]:
         *(row.recompute_calls, row.recompute_casts, row.recompute_cast_bytes),
         _WHY[row.reason] if not row.function else f"in a Function; {_WHY[row.reason]}",
         row.why,
-        {"lower": "lower precision", None: ""}.get(row.on_cuda, row.on_cuda),
+        row.on_cuda or "",
     ]
 
 
 def _layer(name: str, kind: str, formats: Mapping[str, Sequence[str]], why_not: str) -> list[Any]:
-    """Name, class, the formats that it computes in, and why it cannot be kept in FP32."""
-    return [name, kind, list(formats.get(name, ())), why_not]
+    """Name, class, the formats that it computes in, the most precise first, and why it cannot be kept in FP32."""
+    return [name, kind, sorted(formats.get(name, ()), key=_precision), why_not]
+
+
+def _precision(format: str) -> tuple[int, str]:
+    return (_MOST_PRECISE.index(format) if format in _MOST_PRECISE else len(_MOST_PRECISE), format)
+
+
+_MOST_PRECISE = ("fp64", "fp32", "fp16", "bf16")
 
 
 def _sentence(taken: DtypeMap) -> str:

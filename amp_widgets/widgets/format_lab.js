@@ -106,7 +106,7 @@ export default {
       return { element, rows, heads };
     };
     const cell = (label, ...children) => h("td", { role: "cell", "data-label": label }, ...children);
-    const verdict = () => h("span", { class: "ampw-verdict" });
+    const verdict = () => h("span", { class: "ampw-outcome" });
     const setVerdict = (element, row) => {
       setText(element, row.word);
       element.dataset.tone = row.tone;
@@ -116,7 +116,7 @@ export default {
       ["Format"], ["Bits", "Sign, exponent and fraction; a click flips one"], ["Stored"], ["Rounding error", "Stored less typed; of the number; in units of the last place"],
       ["Neighbours", "The next stored numbers, and their distance"], ["Range", "From the smallest number above 0 to the largest"],
     ]);
-    const legend = h("p", { class: "ampw-legend", "aria-hidden": "true" }, ...["sign", "exponent", "fraction"].map((part) => h("span", { "data-part": part }, part)),
+    const legend = h("p", { class: "ampw-parts-key", "aria-hidden": "true" }, ...["sign", "exponent", "fraction"].map((part) => h("span", { "data-part": part }, part)),
       h("span", { class: "ampw-key-subnormal" }, "range, subnormal"), h("span", { class: "ampw-key-at" }, "the number in it"));
 
     const bitRow = (name, count, groups) => {
@@ -130,7 +130,7 @@ export default {
           type: "button", class: "ampw-bit", "data-part": part(index) === "integer" ? "fraction" : part(index), tabindex: index ? -1 : 0,
           onclick: () => {
             move(index);
-            if (bit.getAttribute("aria-disabled") !== "true") asked.ask({ flip: [name, count - 1 - index] });
+            asked.ask({ flip: [name, count - 1 - index] });
           },
           onfocus: () => move(index),
           onkeydown: (event) => {
@@ -157,7 +157,7 @@ export default {
           if (bit.textContent !== digit) bit.textContent = digit;
           bit.dataset.bit = digit;
           bit.setAttribute("aria-label", `${name} bit ${count - 1 - index}, ${part(index)}, ${text === "" ? "none" : digit}`);
-          bit.setAttribute("aria-disabled", String(disabled || text === ""));
+          setOff(bit, disabled || text === "");
         }),
       };
     };
@@ -189,7 +189,7 @@ export default {
         const meaning = h("span", { class: "ampw-dim ampw-meaning" });
         const stored = h("b", { class: "ampw-stored" });
         const word = verdict();
-        const error = h("div", { class: "ampw-lines" });
+        const error = h("div", { class: "ampw-stack" });
         const [above, below, spacing, range, decades] = Array.from({ length: 5 }, () => h("span", {}));
         const name = h("b", {}, row.name);
         const span = (className) => h("span", { class: className });
@@ -199,9 +199,9 @@ export default {
           cell("Bits", bits.group, meaning),
           cell("Stored", stored, word),
           cell("Rounding error", error),
-          cell("Neighbours", h("div", { class: "ampw-lines" },
+          cell("Neighbours", h("div", { class: "ampw-stack" },
             h("span", {}, h("i", {}, "above "), above), h("span", {}, h("i", {}, "below "), below), h("span", {}, h("i", {}, "spacing "), spacing))),
-          cell("Range", h("div", { class: "ampw-bar", "aria-hidden": "true" }, bar.range, bar.subnormal, bar.at), h("div", { class: "ampw-lines" }, range, decades)));
+          cell("Range", h("div", { class: "ampw-bar", "aria-hidden": "true" }, bar.range, bar.subnormal, bar.at), h("div", { class: "ampw-stack" }, range, decades)));
         return { line, name, layout, bits, meaning, stored, word, error, above, below, spacing, range, decades, bar };
       });
       main.rows.replaceChildren(...mainRows.map((row) => row.line));
@@ -261,23 +261,24 @@ export default {
     // ---- a real weight ----
 
     const updates = table("ampw-format-updates", "Does the update change the weight", [
-      ["Format"], ["w stored"], ["spacing there"], ["w - lr·g stored"], ["The weight"],
+      ["Format"], ["w stored"], ["spacing there"], ["w - lr·g stored", "The step of plain SGD"], ["With plain SGD the weight"],
     ]);
     const pickId = uid();
     const pick = h("select", { id: pickId, onchange: () => asked.ask({ pick: Number(pick.value) }, { picked: Number(pick.value) }) });
     const pickedNumbers = h("p", { class: "ampw-numbers-line", role: "status" });
+    const rule = h("p", { class: "ampw-stale", hidden: true });
     const readProblem = h("p", { class: "ampw-rejection", role: "alert", hidden: true });
     const weights = h("section", { class: "ampw-part", "aria-label": "A real weight", hidden: true },
       h("h4", {}, "A real weight"),
-      h("p", { class: "ampw-dim" }, "A weight that is kept in a format moves only if lr·g is more than about half of the spacing of the numbers there. Otherwise w - lr·g is rounded back to w, and nothing is learned."),
+      h("p", { class: "ampw-dim" }, "A weight that is kept in a format moves only if what is taken from it is more than about half of the spacing of the numbers there. Otherwise it is rounded back to w, and nothing is learned. w - lr·g is the rule of plain SGD."),
       h("div", { class: "ampw-line-of-fields" }, h("label", { for: pickId }, "Weight"), pick,
         button("Show w above", { look: "w" }), button("Show g above", { look: "g" }), button("Read again", { read: true })),
-      readProblem, pickedNumbers, updates.element);
+      readProblem, pickedNumbers, rule, updates.element);
 
     body.append(
       h("p", { class: "ampw-dim ampw-explained" }, FORMAT_LAB_TEXT),
       h("p", { class: "ampw-dim ampw-explained" }, FORMAT_LAB_EXAMPLES),
-      h("div", { class: "ampw-line-of-fields" }, number.label, number.input, float64, h("span", { class: "ampw-slide" }, exponent.label, exponent.input, exponent.readout)),
+      h("div", { class: "ampw-line-of-fields" }, number.label, number.input, float64, h("span", { class: "ampw-lab-slide" }, exponent.label, exponent.input, exponent.readout)),
       number.problem, presets,
       h("div", { class: "ampw-scroll-free" }, h("div", { class: "ampw-line-of-fields ampw-above-table" }, legend, h("span", { class: "ampw-parameters-of" },
         int8Scale.label, int8Scale.input, before.label, before.input, after.label, after.input)),
@@ -285,7 +286,7 @@ export default {
       h("section", { class: "ampw-part", "aria-label": "Scale, store, unscale" },
         h("h4", {}, "Scale, store, unscale"),
         h("p", { class: "ampw-dim" }, "What loss scaling does with gradients: multiplied by the scale the number lies where the format has numbers; stored there and divided again, more of it is left."),
-        h("div", { class: "ampw-line-of-fields" }, scale.label, scale.input, h("span", { class: "ampw-slide" }, scaleExponent.label, scaleExponent.input, scaleExponent.readout)),
+        h("div", { class: "ampw-line-of-fields" }, scale.label, scale.input, h("span", { class: "ampw-lab-slide" }, scaleExponent.label, scaleExponent.input, scaleExponent.readout)),
         scale.problem, scaled.element),
       weights);
 
@@ -316,7 +317,8 @@ export default {
       setText(float64, model.get("float64") && `= ${model.get("float64")}`);
       exponent.draw();
       scaleExponent.draw();
-      for (const one of el.querySelectorAll("button:not(.ampw-bit), select")) one.disabled = locked;
+      for (const one of el.querySelectorAll("button:not(.ampw-bit)")) setOff(one, locked);
+      pick.disabled = locked;
       drawMain(model.get("rows"), locked);
       setText(spoken, `${model.get("text")}: ${model.get("rows").map((row) => `${row.name} ${row.word}`).join(", ")}`);
       drawPlain(scaled, model.get("scaled"), (row) => [...row.cells, row.error, row.without]);
@@ -326,7 +328,8 @@ export default {
         pick.replaceChildren(...options.map((label, at) => h("option", { value: at }, label)));
       }
       pick.value = asked.value("picked", model.get("picked"));
-      setText(pickedNumbers, model.get("picked_numbers") || "There are no weights to choose from yet");
+      setText(pickedNumbers, model.get("picked_numbers") || "There are no weights with gradients to choose from yet; read again when a step is made");
+      setText(rule, model.get("optimizer"));
       drawPlain(updates, model.get("updates"), (row) => row.cells);
       updates.element.hidden = !options.length;
       setWaiting(false);

@@ -18,8 +18,10 @@ from amp_widgets.widgets.format_state import (
     LOWEST_EXPONENT,
     PRESETS,
     FormatLabState,
+    Sample,
     Samples,
     format_rows,
+    optimizer_sentence,
     picked_sentence,
     plain,
     samples_of,
@@ -81,15 +83,24 @@ class FormatLab(Control):
     samples: traitlets.List[Any] = traitlets.List(help="Labels.").tag(sync=True)
     picked = traitlets.Int(0).tag(sync=True)
     picked_numbers = traitlets.Unicode().tag(sync=True)
+    optimizer = traitlets.Unicode(help="What it does instead of taking lr·g, or nothing.").tag(sync=True)
     updates: traitlets.List[Any] = traitlets.List(help="One a format, see `update_rows`.").tag(sync=True)
     problems: traitlets.Dict[str, Any] = traitlets.Dict(help="Field → what is wrong with what was typed.").tag(sync=True)
 
     def __init__(
         self, value: float | str = 0.1, *, weights: Samples | Mapping[str, Sequence[float]] | None = None, lr: float = 0.01
     ) -> None:
-        text = value if isinstance(value, str) else plain(value)
+        try:
+            text = value if isinstance(value, str) else plain(value)
+        except (TypeError, ValueError, OverflowError):
+            raise FormatError(f"value: got {value!r}, expected a number or a text such as '2**-24'") from None
+        if not (weights is None or isinstance(weights, Mapping) or callable(weights)):
+            raise FormatError(f"weights: got {weights!r}, expected a callable, or a mapping of label → (w, g)")
+        for label, pair in weights.items() if isinstance(weights, Mapping) else ():
+            if not hasattr(pair, "__len__") or len(pair) != 2:
+                raise FormatError(f"weights: got {pair!r} for {label!r}, expected (w, g)")
         self._weights, self._lr = weights, lr
-        samples = () if weights is None else samples_of(weights, lr)
+        samples = () if weights is None else self._read()
         self._state = FormatLabState(value=typed_number(text), text=text, samples=samples)
         super().__init__(_nobody)
         self._put({"has_weights": weights is not None})
@@ -125,6 +136,7 @@ class FormatLab(Control):
                 "samples": [sample.label for sample in state.samples],
                 "picked": state.picked,
                 "picked_numbers": picked_sentence(state),
+                "optimizer": optimizer_sentence(state),
                 "updates": update_rows(state),
                 "problems": dict(problems or {}),
             }
@@ -164,7 +176,7 @@ class FormatLab(Control):
             case {"flip": [str(name), int(bit)]}:
                 return state.with_flipped(name, bit)
             case {"scale": str(text)}:
-                return _with_scale(state, typed_number(text.partition("=")[0]), text)
+                return _with_scale(state, _scale_of(text), text)
             case {"scale_exponent": int(exponent)}:
                 return _with_scale(state, 2.0 ** min(max(exponent, 0), LARGEST_SCALE_EXPONENT))
             case {"int8_scale": str(text)}:
@@ -183,9 +195,7 @@ class FormatLab(Control):
                 return state.with_value(getattr(state.samples[state.picked], which))
             case {"read": True} if self._weights is not None:
                 samples = self._read()
-                labels = [sample.label for sample in samples]
-                label = state.samples[state.picked].label if state.samples else ""
-                return replace(state, samples=samples, picked=labels.index(label) if label in labels else 0)
+                return replace(state, samples=samples, picked=_same(state, samples))
         return state
 
     def _read(self) -> tuple[Any, ...]:
@@ -204,6 +214,28 @@ _FIELDS = ("text", "scale", "int8_scale", "digits", "read", "flip")
 def _count(typed: Any) -> Any:
     """A whole number where one was typed; anything else as it is, to be refused by name."""
     return int(typed) if isinstance(typed, str) and typed.isdecimal() and len(typed) < 4 else typed
+
+
+def _same(state: FormatLabState, samples: Sequence[Sample]) -> int:
+    """Where the chosen weight is among others: by its label, or else one of the same parameter."""
+    if not state.samples:
+        return 0
+    label = state.samples[state.picked].label
+    labels = [sample.label for sample in samples]
+    if label in labels:
+        return labels.index(label)
+    names = [one.partition("[")[0] for one in labels]
+    name = label.partition("[")[0]
+    return names.index(name) if name in names else 0
+
+
+def _scale_of(text: str) -> float:
+    """A number, also as it is shown: ``2^10 = 1024``."""
+    first, *others = (typed_number(part) for part in text.split("="))
+    for other in others:
+        if other != first:
+            raise FormatError(f"got {text.strip()!r}, expected one number: {plain(first)} is not {plain(other)}")
+    return first
 
 
 def _with_scale(state: FormatLabState, scale: float, text: str | None = None) -> FormatLabState:

@@ -31,18 +31,36 @@ TONES = {"exact": "good", "subnormal": "warn", "underflow": "bad", "overflow": "
 
 
 class Sample(NamedTuple):
-    """One weight of a model, its gradient, and the learning rate."""
+    """One weight of a model.
+
+    Attributes
+    ----------
+    label
+        What it is called.
+    w, g, lr
+        The weight, its gradient, and the learning rate.
+    optimizer
+        By name, where its step is not ``lr * g``, as that of plain SGD is; None where the learning rate is only assumed.
+    change
+        By how much the last step changed the weight, where that is known.
+    step
+        Steps completed when it was read, where that is known.
+    """
 
     label: str
     w: float
     g: float
     lr: float
+    optimizer: str | None = ""
+    change: float | None = None
+    step: int | None = None
 
 
 class Samples(Protocol):
     """Gives the weights to choose from as they are now; called when the lab is made and when the user reads them again."""
 
-    def __call__(self) -> Iterable[tuple[str, float, float, float]]: ...
+    def __call__(self) -> Iterable[tuple[Any, ...]]:
+        """Of each ``(label, w, g, lr)``, and if known what else `Sample` has, in its order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +166,10 @@ def scaled_rows(state: FormatLabState) -> list[dict[str, Any]]:
     for kind in state.formats:
         trip = scaled_round_trip(state.value, state.scale, kind)
         word, tone = _word(kind, trip.scaled)
+        if math.isfinite(state.value) and math.isinf(trip.scaled):  # already as a float64
+            word, tone = WORDS["overflow"], TONES["overflow"]
+        elif state.value != 0 and trip.scaled == 0:
+            word, tone = WORDS["underflow"], TONES["underflow"]
         rows.append(
             {
                 "name": kind.name,
@@ -165,7 +187,7 @@ def update_rows(state: FormatLabState) -> list[dict[str, Any]]:
     """Of each format: the chosen weight, that less its update, and whether these differ."""
     if not state.samples:
         return []
-    _, w, g, lr = state.samples[state.picked]
+    _, w, g, lr, *_ = state.samples[state.picked]
     rows = []
     for kind in state.formats:
         kept = kind.round(w)
@@ -185,8 +207,24 @@ def picked_sentence(state: FormatLabState) -> str:
     """The chosen weight in numbers."""
     if not state.samples:
         return ""
-    _, w, g, lr = state.samples[state.picked]
-    return f"w = {_number(w)},  g = {_number(g)},  lr = {_number(lr)}:  lr·g = {_number(lr * g)}"
+    _, w, g, lr, _, _, step = state.samples[state.picked]
+    when = "" if step is None else f", after {step:,} step{'' if step == 1 else 's'}"
+    return f"w = {_number(w)},  g = {_number(g)},  lr = {_number(lr)}:  lr·g = {_number(lr * g)}{when}"
+
+
+def optimizer_sentence(state: FormatLabState) -> str:
+    """What the model's optimizer does instead of taking ``lr * g``, as far as it is known; nothing where it does that."""
+    if not state.samples:
+        return ""
+    sample = state.samples[state.picked]
+    if sample.optimizer is None:
+        return f"No optimizer is known that has this weight: lr = {_number(sample.lr)} is assumed."
+    if not sample.optimizer:
+        return ""
+    said = f"Your optimizer is {sample.optimizer}, whose step is not lr·g: the table is what plain SGD would do. "
+    if sample.change is None:
+        return f"{said}By how much it has really changed this weight was not seen; read again when one more step is made."
+    return f"{said}Its last step really changed this weight by {_signed(sample.change) if sample.change else '0'}."
 
 
 def samples_of(weights: Samples | Mapping[str, Sequence[float]], lr: float) -> tuple[Sample, ...]:
@@ -205,8 +243,8 @@ def samples_of(weights: Samples | Mapping[str, Sequence[float]], lr: float) -> t
     samples = []
     for entry in entries:
         try:
-            label, w, g, rate = entry
-            samples.append(Sample(str(label), float(w), float(g), float(rate)))
+            label, w, g, rate, *more = entry
+            samples.append(Sample(str(label), float(w), float(g), float(rate), *more))
         except (TypeError, ValueError):
             raise FormatError(
                 f"weights: got {entry!r}, expected (label, w, g, lr) from a callable, or a mapping of label → (w, g)"

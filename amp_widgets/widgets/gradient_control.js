@@ -44,7 +44,7 @@ export default {
     const sentence = h("p", { class: "ampw-difference", role: "status" });
     const details = h("ul", { class: "ampw-notes" });
     const whatIf = h("fieldset", { "aria-label": "What another loss scale would make of these gradients" },
-      h("div", { class: "ampw-slide" }, h("label", { for: sliderId }, "What if the loss scale were"), readout, slider),
+      h("div", { class: "ampw-what-if" }, h("label", { for: sliderId }, "What if the loss scale were"), readout, slider),
       sentence, details, h("div", { class: "ampw-choices" }, use, suggest, usable));
     const trouble = h("div", { class: "ampw-trouble", hidden: true });
     body.append(
@@ -57,7 +57,7 @@ export default {
     const drawUse = (exponent) => {
       const same = model.get("requested") === exponent;
       setText(use, same ? `2^${exponent} is set` : `Use 2^${exponent} as loss scale`);
-      use.disabled = asked.locked() || same;
+      setOff(use, asked.locked() || same);
       const suggested = model.get("suggested");
       setText(suggest, suggested === null || suggested === exponent ? "" : `Suggested: 2^${suggested}`);
     };
@@ -82,7 +82,7 @@ export default {
       const pending = model.get("pending") || asked.value("sample", false);
       const waits = model.get("trains") ? "Sampling the next step …" : "The next step will be sampled when training goes on";
       setText(sample.firstChild, pending ? waits : "Sample the next step");
-      sample.disabled = locked || pending;
+      setOff(sample, locked || pending);
       sample.setAttribute("aria-busy", String(pending));
       const steps = asked.value("every", model.get("every"));
       every.checked = steps > 0;
@@ -92,7 +92,8 @@ export default {
       whatIf.hidden = !model.get("sampled");
       setText(measured, model.get("measured"));
       const exponent = asked.value("exponent", model.get("exponent"));
-      slider.disabled = suggest.disabled = locked;
+      slider.disabled = locked;
+      setOff(suggest, locked);
       if (!rest && !slider.matches(":active")) slider.value = exponent;
       showReadout(Number(slider.value));
       const [first = "", ...others] = model.get("sentences");

@@ -21,9 +21,9 @@ EXPLAINED = (
     "of the gradients of the sampled step, by counting: nothing is run. What is zero already cannot be counted this way."
 )
 EXAMPLE = (
-    "In the digits demo: choose fp16, press Start and sample a step. At 2^16 hardly anything is lost. Move the slider to 2^0: of "
-    "most gradients bits are lost. Switch loss scaling off and sample again: now it is so. With a loss 100,000 times smaller, as "
-    "a mean over very many numbers can be, hardly anything but zeros would be left then, and the model would learn no more."
+    "In the underflow demo (%amp demo underflow): press Start. At 2^16 none becomes zero. Move the slider to 2^0: nearly 9 of 10 "
+    "would. Switch loss scaling off: in the next sample they are zero, and the loss stands still; switch it on again, and it "
+    "falls. In the digits demo, in fp16, most gradients lose bits at 2^0 and few become zero; in the text demo some 7 % do."
 )
 SKIPS_EXPLAINED = (
     "A step is skipped when a gradient is inf or NaN: the weights stay as they were, and the loss scale is halved. A skip now "
@@ -32,12 +32,14 @@ SKIPS_EXPLAINED = (
     "not end, and a scale that falls below 1 or grows without bound, get a sentence with the likely cause."
 )
 SKIPS_EXAMPLE = (
-    "In the digits demo: choose fp16, set the initial scale to 2^40 and press Start. Some 20 steps are skipped until the scale "
-    "has come down to about 2^18; the first overflow is in head.weight, where the backward pass begins."
+    "In the overflow demo (%amp demo overflow): press Start. Its first steps, some five, are skipped, all for readout.weight, "
+    "while the scale falls from 2^16 to about 2^11. Keep readout in FP32, or set the initial scale to 2^10, and start anew: none "
+    "is. In the digits demo and the text demo: choose fp16, set the initial scale to 2^40 and press Start. Some 20 steps are "
+    "skipped until the scale has come down to about 2^18; the first overflow is in head.weight, where the backward pass begins."
 )
 MOST_SKIPS = 5
-MANY_ZEROS, NEARLY_ALL = 0.5, 0.9
-"""Above the first share, zeros are the news; above the other, those that are left tell nothing of those that were."""
+MANY_ZEROS = 0.5
+"""Above it, zeros are the news."""
 
 
 class GradientCommand(Protocol):
@@ -67,7 +69,9 @@ class GradientControl(Control):
     trains = traitlets.Bool(True).tag(sync=True)
     why_not = traitlets.Unicode().tag(sync=True)
     usable = traitlets.Unicode(help="What becomes of the scale when it is used, or nothing.").tag(sync=True)
-    requested = traitlets.Int(None, allow_none=True, help="The initial scale that is set, if a power of two.").tag(sync=True)
+    requested = traitlets.Int(
+        None, allow_none=True, help="The loss scale that is waiting, else the live one, else the initial one; if a power of two."
+    ).tag(sync=True)
     skips: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
     diagnoses: traitlets.List[Any] = traitlets.List(help="What was seen, and the likely cause.").tag(sync=True)
 
@@ -76,7 +80,7 @@ class GradientControl(Control):
 
     def show(self, state: GradientState) -> None:
         """Show this; nothing is sent when it is what is shown."""
-        earlier = len(state.skips) - MOST_SKIPS
+        earlier = sum(len(told.steps) for told in state.skips[:-MOST_SKIPS])
         skips = [run.sentence for run in state.skips[-MOST_SKIPS:]]
         self._put(
             {
@@ -84,28 +88,43 @@ class GradientControl(Control):
                 "every": state.every,
                 "trains": state.trains,
                 "why_not": state.why_not or "",
-                "skips": ([f"{earlier:,} earlier"] if earlier > 0 else []) + skips,
+                "skips": ([f"{earlier:,} earlier skipped step{'s' if earlier > 1 else ''}"] if earlier else []) + skips,
                 "diagnoses": [[diagnosis.sentence, diagnosis.cause] for diagnosis in state.diagnoses],
             }
         )
 
-    def show_range(self, found: GradientRange | None, exponent: int) -> None:
-        """Show what a scale makes of the gradients of a step."""
+    def show_range(self, found: GradientRange | None, exponent: int, pattern: str = "") -> None:
+        """Show what a scale makes of the gradients of a step, and which scale would suit the model.
+
+        Parameters
+        ----------
+        found
+            The gradients of all layers, or None.
+        exponent
+            The scale, as a power of two.
+        pattern
+            Of the layers whose gradients are told of. The scale that is suggested is one for all layers, as there is only one.
+        """
         if found is None:
             self._put({"sampled": False, "exponent": exponent, "measured": "", "sentences": [], "safe": "", "suggested": None})
             return
         scale = 2.0**exponent
-        sentences = list(found.sentences(scale))
-        shares = found.shares(scale)
-        if shares.zeros > MANY_ZEROS and shares.counted:  # else the main sentence would be of a few that are left
-            others = sentences[0].replace(" of the gradients become", " become")
-            sentences[0] = f"{percent(shares.zeros)} of the gradients were zero already; of the others, {others}"
+        told = found.matching(pattern)
+        if pattern and not told.at_stake:
+            sentences = [no_match_text(pattern)]
+        else:
+            sentences = _sentences(told, scale)
+        if pattern and told.at_stake:
+            sentences[0] = f"Layers that match {pattern}: {sentences[0]}"
         safe = found.safe_scale()
         words, suggested = "No loss scale from 1 on suits these gradients", None
-        if any(row.infs or row.nans for row in (*found.at_stake, *found.parameters)):
+        if not all(row.finite for row in (*found.at_stake, *found.parameters_at_stake)):
             words = "Which scale would suit is not known, as some had overflowed: sample a step at a lower one"
-        elif found.in_half and shares.zeros > NEARLY_ALL:
-            words = "Which scale would suit is not known, as so many were zero: sample a step at a higher one, or in bf16"
+        elif found.zeros_hide:
+            words = (
+                "Which scale would suit is not known, as so many were zero already, and this step does not tell which would have "
+                "saved them: sample one in fp32 or bf16, or at a higher scale"
+            )
         elif safe.least_loss is not None and safe.largest is not None:
             suggested = nearest_exponent(safe.least_loss)
             words = (
@@ -114,12 +133,16 @@ class GradientControl(Control):
             )
         stored = "stored in 16 bits" if found.in_half else "none of them stored in 16 bits"
         had = "without loss scaling" if found.scale == 1 else f"at loss scale {format_scale(found.scale)}"
-        count = found.total.elements
+        total = found.total
+        count = f"{total.elements:,}"
+        sampled = "" if total.looked_at >= total.elements else f"; shares from a sample of {total.counted_text}"
+        if pattern:
+            words = f"For the whole model: {words[0].lower()}{words[1:]}"
         self._put(
             {
                 "sampled": True,
                 "exponent": exponent,
-                "measured": f"Step {found.step:,}, {had}: {count:,} gradients of layers' outputs, {stored}",
+                "measured": f"Step {found.step:,}, {had}: {count} gradients of layers' outputs, {stored}{sampled}",
                 "sentences": sentences,
                 "safe": words,
                 "suggested": suggested,
@@ -127,15 +150,17 @@ class GradientControl(Control):
         )
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
-        init_scale = float(state.requested("init_scale"))
-        exponent = nearest_exponent(init_scale)
+        scale = float(state.requested("init_scale"))
+        if "init_scale" not in (state.pending or {}) and state.scale is not None:
+            scale = state.scale  # which has grown, or backed off
+        exponent = nearest_exponent(scale)
         autocast, scaling = state.requested("autocast"), state.requested("scaling")
         usable = "In force from the next step"
         if autocast != "fp16":
             usable = f"Autocast is {autocast}, which does not scale the loss: it holds when that is fp16"
         elif not scaling:
             usable = "Loss scaling is off: it holds when that is on"
-        return {"requested": exponent if 2.0**exponent == init_scale else None, "usable": usable}
+        return {"requested": exponent if 2.0**exponent == scale else None, "usable": usable}
 
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -149,3 +174,17 @@ class GradientControl(Control):
             case {"use": True}:
                 if self.sampled:
                     self._request("use")
+
+
+def no_match_text(pattern: str) -> str:
+    """That a filter fits no layer."""
+    return f"No layer matches {pattern}"
+
+
+def _sentences(found: GradientRange, scale: float) -> list[str]:
+    sentences = list(found.sentences(scale))
+    shares = found.shares(scale)
+    if shares.zeros > MANY_ZEROS and shares.counted:  # else the main sentence would be of a few that are left
+        others = sentences[0].replace(" of the gradients become", " become")
+        sentences[0] = f"{percent(shares.zeros)} of the gradients were zero already; of the others, {others}"
+    return sentences

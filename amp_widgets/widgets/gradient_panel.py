@@ -11,7 +11,7 @@ import ipywidgets
 from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.charts.exponents import exponent_figure, exponent_sentence
 from amp_widgets.charts.figure_view import FigureView
-from amp_widgets.widgets.gradient_control import GradientCommand, GradientControl
+from amp_widgets.widgets.gradient_control import GradientCommand, GradientControl, no_match_text
 from amp_widgets.widgets.gradient_state import GradientState, nearest_exponent
 from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.state import DashboardState
@@ -101,11 +101,11 @@ class GradientPanel(ipywidgets.Box):
         scale = 2.0**exponent
         self._table.show(found, pattern, scale)
         matching = None if found is None else found.matching(pattern)
-        self._control.show_range(matching, exponent)
+        self._control.show_range(found, exponent, pattern)
         if matching is None:
             self._figure.clear(NOTHING_YET)
         elif not matching.at_stake:
-            self._figure.clear("No layer to be drawn")
+            self._figure.clear(no_match_text(pattern) if pattern else "No layer to be drawn")
         else:
             self._figure.show(
                 lambda theme: exponent_figure(matching, scale=scale, title="", theme=theme), label=_spoken(matching, scale)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amp_widgets.analysis.gradients import GradientRange
-from amp_widgets.analysis.overflow import Diagnosis, SkipRun, diagnose, skip_runs
+from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkipRun, diagnose, skip_runs, summarised
 from amp_widgets.core.gradient_probe import GradientCounts
 from amp_widgets.core.history import History
 from amp_widgets.core.numerics import Numerics
@@ -33,7 +33,7 @@ class GradientSource:
         self._rests_until_s = -float("inf")
         self._events = 0
         self._newest_step = -1  # of what a diagnosis may wait for the end of
-        self._skips: tuple[SkipRun, ...] = ()
+        self._skips: tuple[SkipRun | RepeatedSkips, ...] = ()
         self._diagnoses: tuple[Diagnosis, ...] = ()
 
     def state(self, numerics: Numerics, history: History, *, trains: bool, at_once: bool = False) -> GradientState:
@@ -74,7 +74,7 @@ class GradientSource:
         if known == self._known or (started_s < self._rests_until_s and not at_once):
             return
         self._known, self._events, self._newest_step = known, events, newest
-        self._skips = skip_runs(history, notes, ranges)
+        self._skips = summarised(skip_runs(history, notes, ranges))
         self._diagnoses = diagnose(history, notes, refused, ranges)
         ended_s = self._clock()
         self._rests_until_s = ended_s + REST * (ended_s - started_s)

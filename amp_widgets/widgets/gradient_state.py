@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from amp_widgets.analysis.gradients import GradientRange
-from amp_widgets.analysis.overflow import Diagnosis, SkipRun
+from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkipRun
 
 LARGEST_EXPONENT = 40
 
@@ -28,7 +28,7 @@ class GradientState:
     why_not
         Why the last step that was to be sampled was not, or None.
     skips
-        Skipped steps, runs of them together, oldest first.
+        Skipped steps, runs of them and repeated ones together, oldest first.
     diagnoses
         What is wrong with how the loss scale behaves.
     """
@@ -38,7 +38,7 @@ class GradientState:
     every: int = 0
     trains: bool = True
     why_not: str | None = None
-    skips: tuple[SkipRun, ...] = ()
+    skips: tuple[SkipRun | RepeatedSkips, ...] = ()
     diagnoses: tuple[Diagnosis, ...] = ()
 
 

@@ -1,12 +1,12 @@
 const GRADIENT_COLUMNS = [
   ["layer", "Whose output the gradients are of, worst first"],
   ["stored in", "The format that the sampled step stored them in"],
-  ["become zero", "Too small for fp16 at this scale"],
+  ["becomes zero", "Too small for fp16 at this scale"],
   ["subnormal", "Kept with fewer bits"],
   ["normal", "Kept as well as fp16 can"],
-  ["overflow", "Too large for fp16 at this scale: the step would be skipped"],
+  ["overflow", "Too large for fp16 at this scale: the step would be skipped. Looked for in all gradients, and in those of the layer's parameters, which are named"],
   ["zero already", "Zero when they were counted, and none of the shares on the left"],
-  ["gradients", "How many there are"],
+  ["gradients", "How many there are. N of M: the shares are from a sample of N, and right to within 1 percentage point"],
 ];
 
 export default {
@@ -32,7 +32,7 @@ export default {
           ...shares.map((share, i) => h("td", { class: `ampw-number${lost[i] ? " ampw-lost" : ""}` }, share)),
           h("td", { class: "ampw-number" }, count))));
       }
-      filter.draw(asked.locked());
+      filter.draw(asked.locked(), asked.whyLocked());
       view.hidden = !rows.length;
       el.classList.toggle("ampw-empty", !model.get("sampled"));
       setText(nothing, rows.length ? "" : `No layer matches ${model.get("pattern")}`);

@@ -7,7 +7,7 @@ from typing import Any
 
 import traitlets
 
-from amp_widgets.analysis.gradients import GradientRange, LayerRange, Shares, percent
+from amp_widgets.analysis.gradients import GradientRange, LayerRange, Shares, overflow_text, percent
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
@@ -35,11 +35,14 @@ class GradientTable(Control):
         if found is None:
             self._put({"rows": [], "summary": "", "pattern": pattern, "sampled": False})
             return
-        worst = found.matching(pattern).worst(scale)
+        told = found.matching(pattern)
+        worst, too_large = told.worst(scale), told.overflowing(scale)
         shown = f"the {MOST_ROWS} worst of " if len(worst) > MOST_ROWS else ""
         of = "" if len(worst) == len(found.at_stake) else f" of {len(found.at_stake)}"
         summary = f"{shown}{len(worst)}{of} layers"
-        rows = [_row(layer, shares) for layer, shares in worst[:MOST_ROWS]]
+        rows = [
+            _row(layer, shares, overflow_text(layer.layer, shares.overflow, too_large)) for layer, shares in worst[:MOST_ROWS]
+        ]
         self._put({"rows": rows, "summary": summary, "pattern": pattern, "sampled": True})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
@@ -52,9 +55,9 @@ class GradientTable(Control):
                 self._request(pattern=pattern)
 
 
-def _row(layer: LayerRange, shares: Shares) -> list[Any]:
+def _row(layer: LayerRange, shares: Shares, overflow: str) -> list[Any]:
     """Name, format, texts of the shares and of the count, and whether each share stands out."""
-    texts = [percent(one) for one in (shares.flushed, shares.subnormal, shares.normal, shares.overflow, shares.zeros)]
-    lost = [shares.flushed > LOST_SHARE, False, False, shares.overflow > 0, False]
+    flushed, subnormal, normal, zeros = map(percent, (shares.flushed, shares.subnormal, shares.normal, shares.zeros))
+    lost = [shares.flushed > LOST_SHARE, False, False, shares.overflow > 0 or overflow != percent(shares.overflow), False]
     nonfinite = f"{percent(shares.nonfinite)} inf or NaN" if shares.nonfinite else ""
-    return [layer.layer, layer.dtype, texts, f"{layer.elements:,}", lost, nonfinite]
+    return [layer.layer, layer.dtype, [flushed, subnormal, normal, overflow, zeros], layer.counted_text, lost, nonfinite]

@@ -90,10 +90,11 @@ export default {
       const marked = (position) => (proposed.has(position) ? ": proposed, see the report above" : "");
       drawTickBoxes(shown.made, asked, ticked, inForce, (name, position) => `Checkpoint ${name}${marked(position)}`);
       for (const [position, { element }] of shown.made) element.classList.toggle("ampw-proposed", proposed.has(position));
+      stop.draw();
     };
     const shown = virtualRows(view, line, rowSpacer(TABLE_COLUMNS.length + 1), drawTicks);
     lines.append(...shown.ends);
-    arrowsBetweenBoxes(lines);
+    const stop = oneTabStop(view, shown, lines);
 
     const draw = () => {
       ticked = new Set(model.get("requested"));
@@ -104,7 +105,7 @@ export default {
         matching = model.get("matching");
         arrange(true);
       }
-      filter.draw(asked.locked());
+      filter.draw(asked.locked(), asked.whyLocked());
       setText(caption, model.get("caption"));
       caption.title = model.get("caption");
       shown.draw();

@@ -62,7 +62,7 @@ class LayerTable(Control):
     """
 
     _esm = page_script("layer_table", "virtual_table")
-    _css = page_style("memory", "virtual_table")
+    _css = page_style("virtual_table", "memory")
 
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says.").tag(sync=True)
     whole = traitlets.Int(-1, help="Position in `rows` of the model itself; -1: it is not there.").tag(sync=True)

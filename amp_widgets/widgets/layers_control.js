@@ -209,10 +209,10 @@ export default {
       const blocks = model.get("blocks");
       for (const button of buttons) {
         const needsBlocks = ["blocks", "every_second"].includes(button.dataset.choice);
-        button.disabled = locked || (needsBlocks && !blocks);
+        setOff(button, locked || (needsBlocks && !blocks));
         if (needsBlocks) button.title = blocks ? `${button.dataset.choice === "blocks" ? "The" : "Every second of the"} repeated blocks: ${blocks}` : "This model has no repeated blocks";
       }
-      apply.disabled = locked;
+      setOff(apply, locked);
       pattern.disabled = locked;
       const differs = ticked.size !== inForce.size || [...ticked].some((position) => !inForce.has(position));
       setWaiting(differs || asked.waits());

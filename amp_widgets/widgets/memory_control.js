@@ -55,7 +55,7 @@ export default {
       setText(checkpoint, proposed.length ? `Checkpoint ${proposed.length > 1 ? `the ${proposed.length} proposed layers` : proposed[0]}` : "");
       setText(whatNext, model.get("what_next"));
       checkpoint.title = `In force from the next step: ${proposed.join(", ")}`;
-      checkpoint.disabled = dismiss.disabled = asked.locked();
+      for (const button of [checkpoint, dismiss]) setOff(button, asked.locked());
     };
 
     let options = null;
@@ -69,7 +69,7 @@ export default {
       const pending = model.get("pending") || asked.value("profile", false);
       const waits = model.get("trains") ? "Profiling the next step …" : "The next step will be profiled when training goes on";
       setText(button.firstChild, pending ? waits : "Profile the next step");
-      button.disabled = locked || pending;
+      setOff(button, locked || pending);
       button.setAttribute("aria-busy", String(pending));
       setText(whyNot, model.get("why_not") && `The last one was not profiled: ${model.get("why_not")}`);
       if (model.get("why_not")) button.setAttribute("aria-describedby", whyNot.id);
@@ -83,7 +83,7 @@ export default {
       before.list.value = first;
       if (second) after.list.value = second;
       before.list.disabled = after.list.disabled = locked;
-      swap.disabled = locked || first === NONE;
+      setOff(swap, locked || first === NONE);
       choices.hidden = !options.length;
       before.field.hidden = swap.hidden = options.length < 2;
       setText(after.name, options.length < 2 ? "Step" : "After");

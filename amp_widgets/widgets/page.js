@@ -21,6 +21,24 @@ function setText(element, text) {
   element.hidden = text === "";
 }
 
+/**
+ * Switch a button off or on. One that is off keeps the focus, where `disabled` would throw it to the beginning of the page; its
+ * presses are ignored by `ignoreOff`.
+ */
+function setOff(button, off) {
+  if (isOff(button) !== off) button.setAttribute("aria-disabled", String(off));
+}
+
+function isOff(button) {
+  return button.getAttribute("aria-disabled") === "true";
+}
+
+/** Presses of what is off go nowhere; for the capturing phase. */
+function ignoreOff(event) {
+  const button = event.target.closest("button");
+  if (button !== null && isOff(button)) event.stopImmediatePropagation();
+}
+
 function uid() {
   return "amp-" + Math.random().toString(36).slice(2, 11);
 }
@@ -36,6 +54,7 @@ function frame(el, title, className) {
   const section = h("section", { class: `ampw-panel ${className}`, "aria-labelledby": titleId }, heading, body);
   el.append(section);
   el.addEventListener("keydown", keepEscape);
+  el.addEventListener("click", ignoreOff, true);
   return {
     body,
     heading,
@@ -124,6 +143,7 @@ function asking(model, el, showLost, draw) {
   return {
     waits: () => latest !== null,
     locked: () => model.get("locked") || kernel.lost(),
+    whyLocked: () => (kernel.lost() ? NO_KERNEL : model.get("locked") ? "the session is closed" : ""),
     remove: kernel.remove,
     value: (name, otherwise) => (name in asked ? asked[name] : otherwise),
     ask(message, shown = {}) {

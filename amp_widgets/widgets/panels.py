@@ -1,4 +1,4 @@
-"""The panels below the charts, one in each tab: memory, gradients, number formats, checks."""
+"""The panels below the charts, one in each tab: memory, plans, gradients, number formats, checks, settings side by side."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from typing import Any, Literal, TypeVar, get_args
 import ipywidgets
 
 from amp_widgets import kernel
+from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.dtype_map import DtypeMap
 from amp_widgets.analysis.inspections import Inspection, InspectionKind
 from amp_widgets.widgets.checks_panel import ChecksState
 from amp_widgets.widgets.checks_tab import ChecksTab
+from amp_widgets.widgets.compare_control import CompareState
+from amp_widgets.widgets.compare_panel import ComparePanel
 from amp_widgets.widgets.dtype_panel import DtypePanel, DtypeState
 from amp_widgets.widgets.gradient_panel import GradientPanel
 from amp_widgets.widgets.gradient_source import GradientSource
+from amp_widgets.widgets.measured_settings import MeasuredSettings
 from amp_widgets.widgets.memory_panel import MemoryPanel
+from amp_widgets.widgets.plan_panel import PlanPanel
+from amp_widgets.widgets.plan_state import PlanState
 from amp_widgets.widgets.precision_panel import KINDS, PrecisionState
 from amp_widgets.widgets.state import Controlled, DashboardState
 from amp_widgets.widgets.tab_bar import TabBar
 from amp_widgets.widgets.text import not_done_text
 
-Tab = Literal["memory", "gradients", "formats", "checks"]
+Tab = Literal["memory", "plan", "gradients", "formats", "checks", "compare"]
 TABS: tuple[Tab, ...] = get_args(Tab)
-Panel = MemoryPanel | GradientPanel | DtypePanel | ChecksTab
+Panel = MemoryPanel | PlanPanel | GradientPanel | DtypePanel | ChecksTab | ComparePanel
 AnyPanel = TypeVar("AnyPanel", bound=Panel)
 
 
@@ -35,8 +41,9 @@ class Panels(ipywidgets.Box):
     memory
         The panel of the first tab.
     command
-        Called for what concerns a panel: ``command("sample")``, ``command("every", steps=n)``, ``command("automatic", on=True)``
-        and ``command(kind)`` with a kind of inspection.
+        Called for what concerns a panel: ``command("sample")``, ``command("every", steps=n)``, ``command("automatic", on=True)``,
+        ``command("compare", grid=…, steps=…, rounds=…)``, ``command("cancel")``, ``command(kind, …)`` with a kind of inspection and
+        its options, and ``command("cancel_inspection", kind=kind)``.
     request
         Called for settings, as by every control.
     choose
@@ -60,7 +67,8 @@ class Panels(ipywidgets.Box):
         self._request = request
         self._dashboard = dashboard
         self._source = GradientSource(clock)
-        self._told: dict[InspectionKind, Inspection] = {}
+        self._measured = MeasuredSettings()
+        self._told: dict[str, Inspection | ComparisonStatus] = {}
         self._locked = False
         self._bar = TabBar(choose, [(name, name.capitalize()) for name in TABS])
         self._panels: dict[Tab, Panel] = {"memory": _in_tab(memory, "memory")}
@@ -101,6 +109,21 @@ class Panels(ipywidgets.Box):
                 case GradientPanel() as panel:
                     history = source.history_so_far
                     panel.show(self._source.state(source.numerics, history, trains=trains, at_once=everything))
+                case PlanPanel() as panel:
+                    plan, largest = source.inspection("plan"), source.inspection("largest_batch")
+                    on_cuda = source.inspection("predict_on_cuda")
+                    panel.show(
+                        PlanState(
+                            plan=plan,
+                            largest_batch=largest,
+                            on_cuda=on_cuda,
+                            measured=self._measured.pull(source.history_so_far),
+                            why_no_batch=source.why_no_plan,
+                            budget_bytes=source.memory_budget,
+                        )
+                    )
+                    for kind, made in (("plan", plan), ("largest_batch", largest), ("predict_on_cuda", on_cuda)):
+                        found = self._news(kind, made) or found
                 case DtypePanel() as panel:
                     taken = source.inspection("dtype_map")
                     panel.show(_dtype_state(taken, source.why_no_batch))
@@ -116,6 +139,10 @@ class Panels(ipywidgets.Box):
                     found = self._news("check", check) or self._news("preflight", preflight) or found
                     for reference, kind in KINDS.items():
                         found = self._news(kind, costs[reference]) or found
+                case ComparePanel() as panel:
+                    compared = source.comparison
+                    panel.show(CompareState(status=compared, why_no_batch=source.why_no_comparison))
+                    found = self._news("compare", compared) or found
         return found
 
     def lock(self) -> None:
@@ -145,13 +172,17 @@ class Panels(ipywidgets.Box):
             panel = GradientPanel(self._command, self._request, dashboard=self._dashboard)
         elif name == "formats":
             panel = DtypePanel(self._command, self._request, dashboard=self._dashboard)
+        elif name == "plan":
+            panel = PlanPanel(self._command, self._request, dashboard=self._dashboard)
+        elif name == "compare":
+            panel = ComparePanel(self._command, self._request, dashboard=self._dashboard)
         else:
             panel = ChecksTab(self._command, self._request, self._dashboard)
         for widget in _widgets_of(panel):
             kernel.answer_where_asked(widget.comm)
         return _in_tab(panel, name)
 
-    def _news(self, kind: InspectionKind, now: Inspection) -> str | None:
+    def _news(self, kind: InspectionKind | Literal["compare"], now: Inspection | ComparisonStatus) -> str | None:
         """That it could not be made, and why, if that was not told yet."""
         before = self._told.get(kind)
         self._told[kind] = now

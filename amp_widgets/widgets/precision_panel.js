@@ -54,9 +54,8 @@ export default {
       const made = scrolledTable(titleId, check, ...heads.cells);
       const shown = virtualRows(made.view, layerRow, rowSpacer(columns.length + 1), () => drawTicks());
       made.lines.append(...shown.ends);
-      arrowsBetweenBoxes(made.lines);
       place.replaceChildren(made.view);
-      table = { ...made, heads, shown };
+      table = { ...made, heads, shown, stop: oneTabStop(made.view, shown, made.lines) };
     };
     const label = (format, what) => h("span", { class: "ampw-two" }, h("span", {}, format, " "), what);
 
@@ -91,7 +90,10 @@ export default {
         h("td", { class: "ampw-number ampw-worst", title: row[BROKEN] || null }, row[WORST_TEXT]), ...cells);
       return { element, box, name, whyNot };
     };
-    const drawTicks = () => drawTickBoxes(table.shown.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+    const drawTicks = () => {
+      drawTickBoxes(table.shown.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+      table.stop.draw();
+    };
 
     const draw = () => {
       const locked = asked.locked();
@@ -104,7 +106,7 @@ export default {
         arrange(!newFormats);
       }
       drawTicks();
-      filter.draw(locked);
+      filter.draw(locked, asked.whyLocked());
       line.hidden = !rows.length;
       place.hidden = !order.length;
       setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "Nothing was measured yet. What is listed then: every layer, and how far it is off in each format");
@@ -112,7 +114,7 @@ export default {
       const waits = model.get("pending") || asked.value("measure", false);
       setText(measure, waits ? "Measuring at the next step …" : rows.length ? "Measure precision again" : "Measure precision");
       measure.setAttribute("aria-busy", String(waits));
-      measure.disabled = locked || waits || model.get("why_no_batch") !== "";
+      setOff(measure, locked || waits || model.get("why_no_batch") !== "");
       setText(noBatch, model.get("why_no_batch"));
       if (noBatch.hidden) measure.removeAttribute("aria-describedby");
       else measure.setAttribute("aria-describedby", noBatch.id);

@@ -77,7 +77,7 @@ class PrecisionPanel(Control):
     """
 
     _esm = page_script("precision_panel", "virtual_table")
-    _css = page_style("memory", "virtual_table", "precision_panel")
+    _css = page_style("virtual_table", "precision_panel")
 
     explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
     example = traitlets.Unicode(EXAMPLE).tag(sync=True)

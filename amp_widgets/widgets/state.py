@@ -11,6 +11,8 @@ from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import AutocastName, Settings
 
 if TYPE_CHECKING:
+    from amp_widgets.analysis.comparisons import ComparisonStatus
+    from amp_widgets.analysis.corners import Grid
     from amp_widgets.analysis.inspections import Inspection, InspectionKind
     from amp_widgets.core.autocast import Support
     from amp_widgets.core.checkpointing import Layer
@@ -152,10 +154,31 @@ class Controlled(Protocol):
     def why_no_batch(self) -> str | None:
         """Why there is no batch that `inspect` could work on; None when there is one."""
 
-    def inspect(self, kind: InspectionKind) -> None:
+    @property
+    def why_no_plan(self) -> str | None:
+        """Why there is no batch that what takes long could work on; None when there is one."""
+
+    def inspect(self, kind: InspectionKind, **options: Any) -> None:
         """Ask for an inspection between two steps; without a run that trains it is made at once. Raises RunError."""
 
+    def cancel_inspection(self, kind: InspectionKind) -> None:
+        """End one that takes long as soon as can be; nothing happens where there is none."""
+
     def inspection(self, kind: InspectionKind) -> Inspection:
+        """How that stands; the same object as long as nothing has changed."""
+
+    @property
+    def why_no_comparison(self) -> str | None:
+        """Why there is no batch that `compare_on_newest` could work on; None when there is one."""
+
+    def compare_on_newest(self, *, grid: Grid | None = None, steps: int = 5, rounds: int = 3) -> None:
+        """Ask for a comparison between two steps, or now where no run is alive. Raises RunError."""
+
+    def cancel_comparison(self) -> None:
+        """End it at its next step; nothing happens where there is none."""
+
+    @property
+    def comparison(self) -> ComparisonStatus:
         """How that stands; the same object as long as nothing has changed."""
 
     def request(self, *, source: str = "script", **changes: Any) -> object:

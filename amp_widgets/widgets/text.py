@@ -128,6 +128,10 @@ _NOT_DONE = {
     "dtype_map": "Map not taken",
     "precision": "Precision not measured",
     "precision_fp64": "Precision not measured",
+    "compare": "Settings not compared",
+    "plan": "No plan made",
+    "largest_batch": "Largest batch not found",
+    "predict_on_cuda": "Not predicted for CUDA",
     "count_gradients": "Gradients not sampled",
     "profile_next_step": "Step not profiled",
 }

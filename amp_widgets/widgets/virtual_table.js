@@ -2,6 +2,7 @@
 
 const ROW_PX = 24; // as in virtual_table.css
 const VIEW_PX = 384; // the user can make it higher
+const HEAD_PX = 30; // at least as much as the headings of a table, which lie over the rows
 const ROWS_AROUND = 12; // beyond what is in sight
 const FILTER_REST_MS = 250;
 
@@ -44,9 +45,10 @@ function filterField(model, ask, title) {
       input.value = text;
       apply();
     },
-    draw(locked) {
+    draw(locked, whyLocked = "") {
       if (document.activeElement !== input && input.value.trim() !== model.get("pattern")) input.value = model.get("pattern");
       input.disabled = locked; // the names are matched in the kernel
+      input.title = whyLocked ? `Names are matched in the kernel: ${whyLocked}` : title;
     },
     remove: () => clearTimeout(rest),
   };
@@ -112,7 +114,7 @@ function virtualRows(view, make, spacer, drawn = () => {}) {
     }
     let before = above.element;
     wanted.forEach((position, i) => {
-      if (!made.has(position)) made.set(position, make(position, first + i));
+      if (!made.has(position)) made.set(position, { ...make(position, first + i), place: first + i });
       const { element } = made.get(position);
       if (before.nextSibling !== element) before.after(element);
       before = element;
@@ -127,7 +129,18 @@ function virtualRows(view, make, spacer, drawn = () => {}) {
   return {
     ends: [above.element, below.element],
     made,
+    order: () => order,
+    firstInSight: () => Math.ceil(view.scrollTop / ROW_PX),
     draw,
+    /** Scroll so far that the row at this place is in sight, and so in the page. */
+    bring(place) {
+      const top = place * ROW_PX;
+      const room = Math.max(view.clientHeight, VIEW_PX) - HEAD_PX - ROW_PX;
+      if (top < view.scrollTop || top > view.scrollTop + room) {
+        view.scrollTop = top < view.scrollTop ? top : top - room;
+        draw();
+      }
+    },
     put(positions, keepPlace) {
       const top = keepPlace ? view.scrollTop : 0;
       for (const { element } of made.values()) element.remove();
@@ -159,6 +172,13 @@ function scrolledTable(titleId, ...heads) {
   const lines = h("tbody");
   const table = h("table", { "aria-labelledby": titleId }, h("thead", {}, h("tr", {}, ...heads)), lines);
   const view = h("div", { class: "ampw-scroll", tabindex: "0", role: "region", "aria-labelledby": titleId }, table);
+  const hint = () => {
+    view.toggleAttribute("data-more", view.scrollWidth - view.clientWidth - view.scrollLeft > 2); // columns on the right
+    view.style.setProperty("--ampw-bar", `${view.offsetWidth - view.clientWidth}px`);
+  };
+  view.addEventListener("scroll", hint, { passive: true });
+  const size = new ResizeObserver(hint); // it goes with what it looks at
+  for (const one of [view, table]) size.observe(one);
   return { view, table, lines };
 }
 
@@ -180,17 +200,52 @@ function drawTickBoxes(made, asked, requested, inForce, titleOf) {
   }
 }
 
-/** The arrow keys go from one box to the next. */
-function arrowsBetweenBoxes(lines) {
+/**
+ * One tab stop for all rows instead of one each; the arrow keys, Home and End go from row to row, also to those that are not in the
+ * page yet. What takes the focus in a row is its box, or where it cannot be ticked its `button`, if it has one. To be drawn when
+ * rows have come or boxes were switched off.
+ */
+function oneTabStop(view, shown, lines) {
+  let place = null; // the position of the row that takes part in the tab order
+  const stopOf = (row) => (row?.box.isConnected && !row.box.disabled ? row.box : row?.button ?? null);
+  const draw = () => {
+    const { made } = shown;
+    if (stopOf(made.get(place)) === null) {
+      const usable = shown.order().filter((position) => stopOf(made.get(position)) !== null);
+      place = usable.find((position) => made.get(position).place >= shown.firstInSight()) ?? usable[0] ?? null;
+    }
+    for (const [position, row] of made) {
+      const stop = position === place ? stopOf(row) : null;
+      for (const one of [row.box, row.button]) if (one) one.tabIndex = one === stop ? 0 : -1;
+    }
+  };
+  const positionOf = (element) => [...shown.made].find(([, row]) => row.element.contains(element))?.[0];
   lines.addEventListener("keydown", (event) => {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey || event.target.type !== "checkbox") return;
-    const boxes = [...lines.querySelectorAll("input:enabled")];
-    const next = boxes[boxes.indexOf(event.target) + step];
+    if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const order = shown.order();
+    const at = order.indexOf(positionOf(event.target));
+    const [from, step] = { ArrowDown: [at + 1, 1], ArrowUp: [at - 1, -1], Home: [0, 1], End: [order.length - 1, -1] }[event.key] ?? [];
+    if (at < 0 || !step) return;
     event.preventDefault();
-    next?.focus();
-    next?.closest("tr, li").scrollIntoView({ block: "nearest" });
+    const top = view.scrollTop;
+    for (let next = from; next in order; next += step) {
+      shown.bring(next);
+      const stop = stopOf(shown.made.get(order[next]));
+      if (stop === null) continue;
+      place = order[next];
+      draw();
+      stop.focus({ preventScroll: true });
+      return;
+    }
+    view.scrollTop = top; // there is none
   });
+  lines.addEventListener("focusin", (event) => {
+    const position = positionOf(event.target);
+    if (position === undefined || position === place) return;
+    place = position;
+    draw();
+  });
+  return { draw };
 }
 
 function sameSets(one, other) {

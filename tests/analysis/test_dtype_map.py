@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.analysis.dtype_map import DtypeMap, OperatorDtypes, dtype_map
+from amp_widgets.analysis.operator_watch import OperatorWatch, Seen
 from amp_widgets.errors import RunError
 from amp_widgets.session import AmpSession
 
@@ -243,7 +245,10 @@ def test_a_custom_function(take: Callable[..., DtypeMap]) -> None:
     assert rows["mm in Cube"].backward_compute == ()  # that is the Function's
     whole = rows["Cube (autograd.Function)"]
     assert (whole.layer, whole.calls, whole.compute, whole.backward_compute) == ("(model)", 0, (), F32)
-    assert (whole.backward_casts, whole.backward_cast_bytes) == (2, 2 * 5 * 4 * 4)
+    assert (whole.backward_casts, whole.backward_cast_bytes) == (0, 0)
+    written = rows["float in Cube"]
+    assert (written.backward_casts, written.backward_cast_bytes, written.reason) == (2, 2 * 5 * 4 * 4, "written")
+    assert written.why == "inside Cube, a custom autograd.Function: a conversion written in the code"
     assert whole.why == "the backward of Cube, a custom autograd.Function, runs without autocast unless it says otherwise"
 
 
@@ -413,3 +418,131 @@ def test_an_error_of_the_models_leaves_nothing_behind(untouched: Untouched) -> N
         assert torch._C._len_torch_dispatch_stack() == 0
         with pytest.raises(RunError, match="dtype_map: got 1 items as the batch"):
             dtype_map(session, (torch.ones(1),), cross_entropy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_lambda_is_of_the_layer_that_calls_it(take: Callable[..., DtypeMap], reentrant: bool) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+            self.on = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def part(a: torch.Tensor) -> torch.Tensor:
+                return torch.softmax(self.inner(a), -1).exp() * 2
+
+            x = self.first(x)
+            return self.last(checkpoint(part, x, use_reentrant=reentrant) if self.on else part(x))  # type: ignore[no-any-return]
+
+    def twice(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """With a checkpoint of its own."""
+        loss = checkpoint(lambda a: cross_entropy(a.tanh(), targets), output, use_reentrant=reentrant) if model.on else None
+        return cross_entropy(output.tanh(), targets) if loss is None else loss
+
+    model, data = Outer(), batch()
+    plain = take(model, data, twice)
+    model.on = True
+    again = take(model, data, twice)
+    assert formats(again) == formats(plain)
+    assert traffic(again) == traffic(plain)
+    repeated = {(row.layer, row.operator) for row in again.rows if row.recompute_calls}
+    assert repeated >= {("inner", "linear"), ("(model)", "softmax"), ("(model)", "exp"), ("loss_fn", "tanh")}
+    assert {layer for layer, _ in repeated} == {"inner", "(model)", "loss_fn"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_pass_on_a_thread_of_its_own(reentrant: bool) -> None:
+    """As on CUDA, where that thread numbers the nodes of a recompute by itself."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(lambda a: self.inner(a).exp(), self.first(x), use_reentrant=reentrant)
+            return self.last(x)  # type: ignore[no-any-return]
+
+    def watch(elsewhere: bool) -> list[Seen]:
+        model, (inputs, targets) = Outer(), batch()
+        with OperatorWatch(model, "cpu", off=False) as watch:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = cross_entropy(model(inputs), targets)
+
+            def backward() -> None:
+                with watch._below, watch._above:  # which torch takes to the threads of a device
+                    loss.backward()
+
+            if elsewhere:
+                thread = threading.Thread(target=backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+        return list(watch.seen)
+
+    for _ in range(2):  # the new thread counts from 0 again, this one goes on
+        assert watch(elsewhere=True) == watch(elsewhere=False)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.double() * 2).to(gradient.dtype)
+
+
+def test_conversions_that_are_written_in_a_backward_are_not_inserted(take: Callable[..., DtypeMap]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            x.register_hook(lambda gradient: gradient.double().to(gradient.dtype))
+            return Doubled.apply(x)  # type: ignore[no-any-return]
+
+    model, data = Net(), batch()
+    off = take(model, data, autocast="fp32")
+    assert (off.casts, off.cast_bytes) == (0, 0)
+    rows = {row.text: row for row in off.rows}
+    wide, narrow = 5 * 3 * 8, 5 * 3 * 4
+    assert [(rows[name].backward_casts, rows[name].backward_cast_bytes) for name in ("double in Doubled", "to in Doubled")] == [
+        (1, wide), (1, narrow),
+    ]  # fmt: skip
+    assert {rows[name].reason for name in ("double in Doubled", "to in Doubled", "double", "to")} == {"written"}
+    on = take(model, data)
+    assert on.casts == 3 + 1 + 1 + 2  # the linear layer's three and their gradients' two, the loss's and its gradient's
+    assert rows["Doubled (autograd.Function)"].backward_compute == ("fp64",)
+
+
+def test_casts_of_gradients_where_autocast_is_off_are_not_autocasts(take: Callable[..., DtypeMap]) -> None:
+    model = nn.Linear(4, 3)
+    made = take(model, batch(), lambda output, target: (output * torch.ones(3, dtype=torch.float64)).sum(), autocast="fp32")
+    assert sum(row.backward_casts for row in made.rows) == 1
+    assert made.casts == made.cast_bytes == 0
+
+
+def test_what_autocast_leaves_alone(take: Callable[..., DtypeMap]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4).double()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x.double()).sin()
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    made = take(Net(), batch())
+    rows = {row.operator: row for row in made.rows}
+    assert (rows["linear"].compute, rows["linear"].reason, rows["linear"].on_cuda) == (("fp64",), "through", None)
+    assert rows["linear"].why == "autocast leaves fp64 alone, whatever list of CPU's linear is on"
+    assert (rows["matmul"].compute, rows["matmul"].reason, rows["matmul"].on_cuda) == (("complex64",), "through", None)
+    assert rows["matmul"].why == "autocast leaves complex64 alone, whatever list of CPU's matmul is on"
+    assert rows["sin"].why == "on none of CPU's lists: it takes what comes"

@@ -341,10 +341,18 @@ def test_what_is_no_format_or_scale_is_refused() -> None:
     for scale in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(FormatError, match="scale"):
             found.shares(scale)
+    wrong: Any
+    for wrong in ("a", "2", None, [], True, 10**400):
+        with pytest.raises(FormatError, match="scale: got .*, expected a number above 0"):
+            found.shares(wrong if wrong is not None else object())
     with pytest.raises(FormatError, match="fp8"):
         found.shares(1.0, "fp8")  # type: ignore[arg-type]
-    with pytest.raises(FormatError, match="margin"):
-        found.safe_scale(margin=0.5)
+    for wrong in (None, ["fp16"], 16):
+        with pytest.raises(FormatError, match="format: got .*, expected one of 'fp16', 'bf16'"):
+            found.shares(1.0, wrong)
+    for wrong in (0.5, math.nan, "2", None):
+        with pytest.raises(FormatError, match="margin: got "):
+            found.safe_scale(margin=wrong)
 
 
 def test_shares_for_people() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.analysis.overflow import (
     GROWN_IN_A_ROW,
+    OUTPUT,
     diagnose,
     explain_skips,
     nan_whatever_the_scale,
@@ -74,9 +75,11 @@ def counted(step: int, *rows: tuple[str, str, int]) -> GradientRange:
     """Rows: layer, dtype, and the bucket of their ten gradients."""
     made = []
     for layer, dtype, bucket in rows:
-        counts = np.zeros(BUCKETS, np.int64)
+        counts = np.zeros(BUCKETS)
         counts[bucket] = 10
-        made.append(CountedGradients(layer=layer, family="output", dtype=dtype, arrivals=1, elements=10, counts=counts))
+        peak = {INF_BUCKET: math.inf, ZERO_BUCKET: 0.0}.get(bucket, 1.0)
+        row = {"family": "output", "arrivals": 1, "elements": 10, "looked_at": 10, "peaks": {"": peak}}
+        made.append(CountedGradients(layer=layer, dtype=dtype, counts=counts, **row))  # type: ignore[arg-type]
     return GradientRange.of(GradientCounts(step=step, scale=2.0**10, rows=tuple(made)))
 
 
@@ -356,3 +359,44 @@ def test_a_loss_that_does_not_depend_on_the_model() -> None:
     watched.step(mean)
     watched.session.close()
     assert watched.names() == []
+
+
+def test_nan_everywhere_that_nothing_has_spread_names_the_first() -> None:
+    names = tuple(f"{i}.weight" for i in range(4))
+    made = Made().good().skip(1)
+    (step,) = explain_skips(made.history, [note_of(1, *names, of=4, with_nan=4, seen="stepping")])
+    assert (step.layer, step.first) == ("0", "0.weight")
+    assert "first NaN in 0.weight; 4 of 4 parameters have inf or NaN, the loss was finite" in step.sentence
+
+
+def test_what_was_in_the_gradient_of_the_models_output_begins_in_the_loss() -> None:
+    facts: dict[str, Any] = {"nonfinite": 8, "output": "nan", "with_nan": 8}
+    made = Made().good(2).skip(1, first="head.weight", **facts)
+    (run,) = skip_runs(made.history, made.notes)
+    assert run.first == OUTPUT
+    assert run.sentence == (
+        "Step 2 was skipped at scale 2^16: NaN in the gradient of the model's output already: it begins in the loss function, "
+        "and reaches head.weight first; 8 of 8 parameters have inf or NaN, the loss was finite"
+    )
+    made.good(2).skip(1, first="head.weight", **facts).good(2).skip(1, first="0.weight", with_nan=1)
+    (found,) = diagnose(made.history, made.notes)
+    assert "the loss was finite, and NaN began in the gradient of the model's output" in found.sentence
+    assert found.cause.startswith("The backward pass of the loss function makes NaN")
+
+
+def test_an_overflow_in_the_gradient_of_the_models_output_is_the_scales() -> None:
+    made = Made(2.0**40).good().skip(3, first="head.weight", nonfinite=8, output="inf")
+    (run,) = skip_runs(made.history, made.notes)
+    assert run.sentence == (
+        "3 skips from step 1: scale 2^40 → 2^37; first overflow in the gradient of the model's output, so that it begins in the "
+        "loss, scaled by so much"
+    )
+    made = Made().good().skip(1, first="head.weight", output="finite")
+    assert skip_runs(made.history, made.notes)[0].first == "head.weight"
+
+
+def test_unscaling_too_early_has_a_cause_of_its_own() -> None:
+    made = Made().good()
+    reason = "No inf checks were recorded for this optimizer: got scaler.unscale_(optimizer) before any of its parameters had"
+    (found,) = diagnose(made.history, refused=[NoChecksNote(step=1, reason=reason)])
+    assert found.cause.startswith("scaler.unscale_(optimizer) looks for inf, and there was nothing to look at yet")

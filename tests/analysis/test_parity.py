@@ -378,7 +378,7 @@ def test_what_cannot_be_checked_is_said(attach: Any) -> None:
         check(session, batch(), cross_entropy)
     handle.remove()
     session.close()
-    with pytest.raises(RunError, match="no model any more"):
+    with pytest.raises(RunError, match=r"is closed .* make one for it: aw.AmpSession\(model, optimizer\)"):
         check(session, batch(), cross_entropy)
 
 
@@ -450,3 +450,52 @@ def test_it_is_escaped_and_frozen(attach: Any) -> None:
     assert "bf16 against fp32, relative error: loss" in repr(made)
     with pytest.raises(AttributeError):
         made.loss = 1.0  # type: ignore[misc]
+
+
+# ---- formats, scales and regions --------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Its parameter is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+def test_complex_parameters(attach: Any, untouched: Untouched, autocast: str) -> None:
+    session = attach(Turned(), autocast=autocast, init_scale=2.0**4, checkpointed=["1"])
+    with untouched(session):
+        report = check(session, batch(), cross_entropy)
+    assert report.identical
+    assert report.autocast is not None
+    assert 0 < report.autocast.gradients < 0.1
+    assert "1.weight" in dict(report.autocast.worst)
+    assert "1 of 5 parameters, 1.weight the first, are complex64, which autocast leaves alone" in repr(report)
+    assert "complex64" in report._repr_html_()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("autocast", ["fp32", "bf16", "fp16"])
+def test_within_a_region_without_gradients(attach: Any, untouched: Untouched, around: Any, autocast: str) -> None:
+    session = attach(block(), autocast=autocast, checkpointed=["1"])
+    expected = check(session, batch(), cross_entropy)
+    with around(), untouched(session):
+        report = check(session, batch(), cross_entropy)
+    assert report == expected
+    assert report.identical
+
+
+def test_when_all_has_overflowed_nothing_is_said_of_the_error(attach: Any) -> None:
+    torch.manual_seed(0)
+    session = attach(nn.ReLU(), autocast="fp16", init_scale=2.0**60)
+    report = check(session, batch(), cross_entropy)
+    assert report.autocast is not None
+    assert math.isnan(report.autocast.gradients)
+    shown = repr(report)
+    assert "no gradient to compare." in shown
+    assert f"{report.autocast.nonfinite} gradient elements are inf or NaN with the loss scaled by 2^60: this step" in shown

@@ -246,7 +246,119 @@ def test_overflow_is_counted_apart_and_comes_first(attach: Any) -> None:
     assert report.layers[0].nonfinite > 0
     assert all(layer.nonfinite == 0 for layer in report.of("bf16"))
     assert math.isfinite(report.layer("0", "fp16").output_error)
-    assert "loss scaled by 1.09951e+12" in repr(report)
+    assert f"fp16: loss {error_text(report.loss_errors['fp16'])}; loss scaled by 2^40." in repr(report)
+    (note,) = report.notes
+    count = sum(layer.nonfinite for layer in report.of("fp16"))
+    assert note == f"fp16: at a loss scale of 2^40 {count} elements of gradients are inf or NaN, at 2^17 none: the scale is too "\
+        "large for these gradients."
+    session.request(init_scale=2.0**17)
+    session.apply_pending()
+    at_that = precision_cost(session, batch(), cross_entropy, formats="fp16")
+    assert at_that.notes == ()
+    assert all(layer.nonfinite == 0 for layer in at_that.layers)
+
+
+def test_what_no_scale_cures_is_not_blamed_on_it(attach: Any) -> None:
+    class Overflows(nn.Module):
+        def __init__(self, backward: bool) -> None:
+            super().__init__()
+            self.backward = backward
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.backward:
+                return x * 1e4 * 1e4 * 1e-8
+            return torch.where(x > 1e9, 1.0, x) * 1e-30 * 1e30  # 0 times inf
+
+    model = nn.Sequential(nn.Linear(4, 6), Overflows(False), nn.Linear(6, 3))
+    (note,) = precision_cost(attach(model), batch(), cross_entropy, formats="fp16").notes
+    assert note.endswith("inf or NaN, and so are outputs of layers in the forward pass, which no scale changes.")
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.half = x.dtype == torch.float16
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient / 0 if ctx.half else gradient
+
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Breaks.apply(x)
+
+    model = nn.Sequential(nn.Linear(4, 6), Broken(), nn.Linear(6, 3))
+    (note,) = precision_cost(attach(model), batch(), cross_entropy, formats="fp16").notes
+    assert note.endswith(": it is not the scale alone.")
+
+
+class Complex(nn.Module):
+    """A parameter that is complex, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.inner = Turned()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.first(x)).abs())  # type: ignore[no-any-return]
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.complex64) @ self.weight
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16"])
+def test_complex_parameters_and_outputs(attach: Any, untouched: Untouched, format: Any) -> None:
+    torch.manual_seed(0)
+    session, made = attach(Complex(), init_scale=2.0**8), batch()
+    with untouched(session):
+        report = precision_cost(session, made, cross_entropy, formats=format)
+    model, kept = session.model, {}
+    handle = model.inner.register_forward_hook(lambda module, args, output: kept.update(output=output.detach()))
+    values = []
+    for dtype in (HALVES[format], None):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = cross_entropy(model(made[0]), made[1])
+        loss.backward()
+        session.abandon_step()
+        values.append((kept["output"], model.inner.weight.grad.clone()))
+    handle.remove()
+    output, gradient = (
+        float((one - two).norm() / two.norm()) for one, two in zip(*map(list, values), strict=True)
+    )
+    row = report.layer("inner", format)
+    assert row.output_error == pytest.approx(output)
+    # in fp16 the loss was scaled here, which changes what is flushed to zero
+    assert row.parameter_error == pytest.approx(gradient, rel=0.05 if format == "fp16" else 1e-6)
+    assert row.gradient_error > 0
+    assert report.notes == (
+        "1 of 5 parameters, inner.weight the first, are complex64, which autocast leaves alone: with and without it, what they "
+        "are used in is not cast.",
+    )
+
+
+def test_a_model_in_double_precision(attach: Any) -> None:
+    session, (inputs, targets) = attach(net().double()), batch()
+    report = precision_cost(session, (inputs.double(), targets), cross_entropy)
+    assert {row.parameter_error for row in report.layers if row.name == "0"} == {0.0}
+    assert report.sentences[-1].startswith("All parameters are fp64, which autocast leaves alone: ")
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_within_a_region_without_gradients(attach: Any, untouched: Untouched, around: Any) -> None:
+    session, made = attach(net()), batch()
+    expected = [precision_cost(session, made, cross_entropy, reference=reference) for reference in ("fp32", "fp64")]
+    with around(), untouched(session):
+        found = [precision_cost(session, made, cross_entropy, reference=reference) for reference in ("fp32", "fp64")]
+    assert repr(found) == repr(expected)
 
 
 def test_nothing_is_left_behind(attach: Any, untouched: Untouched) -> None:
@@ -317,6 +429,10 @@ def test_what_is_asked_for_is_checked(attach: Any) -> None:
     session = attach(net())
     with pytest.raises(SettingsError, match="formats: got 'tf32'"):
         precision_cost(session, batch(), cross_entropy, formats=("tf32",))
+    wrong: Any
+    for wrong, got in ((None, "None"), (16, "16"), ([["fp16"]], r"\['fp16'\]"), ((None,), "None")):
+        with pytest.raises(SettingsError, match=f"formats: got {got}, expected"):
+            precision_cost(session, batch(), cross_entropy, formats=wrong)
     with pytest.raises(SettingsError, match="reference: got 'bf16'"):
         precision_cost(session, batch(), cross_entropy, reference="bf16")  # type: ignore[arg-type]
     session.begin_step()
@@ -364,4 +480,11 @@ def test_relative_errors() -> None:
     assert zeros.value == 0.0
     zeros.add(torch.ones(2), torch.zeros(2))
     assert zeros.value == math.inf
+    scaled = RelativeError()
+    scaled.add(torch.tensor([4.0 + 8j]), torch.tensor([1.0 + 1j]), scale=4.0)
+    assert scaled.value == pytest.approx(math.sqrt(0.5))
+    overflowed = RelativeError()  # all but a zero
+    overflowed.add(torch.tensor([math.inf, 0.0]), torch.tensor([2.0, 0.0]))
+    assert math.isnan(overflowed.value)
+    assert overflowed.nonfinite == 1
     assert [error_text(value) for value in (0.0, 0.00123, math.nan, math.inf)] == ["0", "1.2e-03", "–", "inf"]

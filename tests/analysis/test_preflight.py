@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +185,36 @@ def test_binary_cross_entropy_elsewhere_is_not(attach: Any, loss_fn: Any) -> Non
     assert found(preflight(attach(), loss_fn=loss_fn), BCE) is None
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_region_that_switches_autocast_off_on_cuda_is_one_on_a_laptop_too(
+    attach: Any, untouched: Untouched, device_type: str
+) -> None:
+    def off(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type, enabled=False):
+            return bce(output.float(), targets)
+
+    def off_and_on(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return off(output, targets) + bce(output, targets)
+
+    session = attach()
+    with untouched(session):
+        assert found(preflight(session, batch(), off), BCE) is None
+        finding = found(preflight(session, batch(), off_and_on), BCE)
+    assert finding is not None
+    assert finding.where == ("loss_fn",)
+    assert not torch.is_autocast_enabled("cuda")
+    assert torch.get_autocast_dtype("cuda") == torch.float16
+
+
+def test_a_loss_that_is_kept_in_fp32_is_safe(attach: Any) -> None:
+    for kept, expected in ((["1.criterion"], False), (["1"], False), (["0"], True)):
+        session = attach(nn.Sequential(collections.OrderedDict(criterion=nn.BCELoss())))
+        session.request(autocast="fp16", fp32_layers=kept)
+        session.apply_pending()
+        assert session.settings.fp32_layers
+        assert (found(preflight(session), BCE) is not None) is expected
+
+
 def test_without_a_batch_it_is_read_from_the_modules(attach: Any) -> None:
     assert found(preflight(attach()), BCE) is None
     for loss_fn in (nn.BCELoss(), nn.functional.binary_cross_entropy, functools.partial(nn.functional.binary_cross_entropy)):
@@ -295,6 +327,39 @@ def test_an_optimizer_that_also_trains_something_else_is_fine(attach: Any) -> No
     both = attach(optimizer=lambda model: torch.optim.SGD([*model.parameters(), scale], lr=0.1))
     some = attach(optimizer=lambda model: torch.optim.SGD(model[1].parameters(), lr=0.1))
     assert (found(preflight(both), STRANGERS), found(preflight(some), STRANGERS)) == (None, None)
+
+
+class Scaled(nn.Module):
+    """A loss that is trained with the model."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape) for shape in shapes)
+
+    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = cross_entropy(output, targets) * sum(weight.sum() for weight in self.weights)
+        return loss
+
+
+def test_a_part_of_the_model_and_the_loss_may_be_all_that_is_trained(attach: Any) -> None:
+    criterion = Scaled((), (6, 4), (6,))
+    for loss_fn in (
+        criterion,
+        criterion.forward,
+        functools.partial(lambda output, targets, loss: loss(output, targets), loss=criterion),
+        lambda output, targets: criterion(output, targets),
+    ):
+        session = attach(optimizer=lambda model: torch.optim.SGD([*model[1].parameters(), *criterion.parameters()], lr=0.1))
+        assert grave(preflight(session, batch(), loss_fn)) == []
+    # without the loss: whether they are of another module cannot be known, unless each idle one has a stranger of its shape
+    other = Scaled((), (2,))
+    for loss, severity in ((criterion, "error"), (other, "warning")):
+        parameters = list(loss.parameters())
+        session = attach(optimizer=lambda model, also=parameters: torch.optim.SGD([*model[1].parameters(), *also], lr=0.1))
+        finding = found(preflight(session), STRANGERS)
+        assert finding is not None
+        assert (finding.severity, finding.where) == (severity, ("0.weight", "0.bias"))
+    assert "Nothing is wrong if they are those of another module" in finding.text
 
 
 def test_parameters_that_a_conversion_has_replaced(attach: Any) -> None:
@@ -455,6 +520,26 @@ def test_custom_functions_without_custom_fwd(attach: Any, untouched: Untouched) 
     assert grave(preflight(wrapped, made, cross_entropy)) == []
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_custom_function_in_a_reentrant_checkpoint_is_seen(attach: Any, untouched: Untouched, stored: bool) -> None:
+    class Inner(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function, self.apply_of_it = [function], [function.apply]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(lambda a: (self.apply_of_it[0] if stored else self.function[0].apply)(a), x, use_reentrant=True)
+
+    before = sys.getprofile()
+    session = attach(Inner(Square))
+    with untouched(session):
+        finding = found(preflight(session, batch(), cross_entropy), FUNCTION)
+    assert finding is not None
+    assert finding.where == ("1",)
+    assert grave(preflight(attach(Inner(WrappedSquare)), batch(), cross_entropy)) == [REENTRANT]
+    assert sys.getprofile() is before
+
+
 def test_a_function_in_the_forward_pass_of_a_parent_is_not_its_childs(attach: Any) -> None:
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -562,7 +647,7 @@ def test_when_it_is_refused(attach: Any) -> None:
     assert preflight(session, batch(), cross_entropy) == ()  # no backward pass, so that none of these runs
     handle.remove()
     session.close()
-    with pytest.raises(RunError, match="no model any more"):
+    with pytest.raises(RunError, match=r"is closed .* make one for it: aw.AmpSession\(model, optimizer\)"):
         preflight(session)
 
 

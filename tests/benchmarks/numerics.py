@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_widgets.core.gradient_probe import GradientProbe
+from amp_widgets.core.gradient_probe import SAMPLE_ELEMENTS, GradientProbe
 from amp_widgets.core.overflow_probe import OverflowProbe
 from amp_widgets.demos.text import TextGPT
 
@@ -59,7 +59,7 @@ class Way:
 
 class Counted(Way):
     name = "gradient histograms, sampled, this step"
-    sample: int | None = 4096
+    sample: int | None = SAMPLE_ELEMENTS
     every = 1
 
     def __init__(self, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]) -> None:

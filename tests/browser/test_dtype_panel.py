@@ -48,15 +48,27 @@ def test_a_map_is_taken_and_a_layer_kept_in_fp32(open_notebook: OpenNotebook) ->
     take = area.get_by_role("button", name="Take the map")
     wait(lambda: "No map was taken yet" in area.inner_text(), "the empty panel says nothing")
     notebook.screenshot("dtype-panel-empty", area)
-    take.click()
+    take.focus()
+    notebook.page.keyboard.press("Enter")
     wait(lambda: area.get_by_role("button", name="Taking the map at the next step").count() == 1, "it does not say that it waits")
+    assert area.get_by_role("button", name="Taking the map").evaluate("one => one === document.activeElement")
+    notebook.page.keyboard.press("Space")  # it is asked for already
     notebook.kernel.exec("panel.show(DtypeState(map=gpt_map()))")
     wait(lambda: area.locator("tbody th").count() > 5, "the map is not shown")
     assert "128 casts a step" in area.locator(".ampw-difference").inner_text()
     row = area.locator("tbody tr", has_text="blocks.0.attention").first
     assert row.get_attribute("data-format") == "bf16"
+    assert notebook.kernel.eval("asked") == ["dtype_map"]
     assert not notebook.scrolls_sideways(1)
+    table = area.locator(".ampw-scroll", has=notebook.page.get_by_role("table"))
+    assert table.evaluate("view => view.scrollWidth <= view.clientWidth")  # all columns are in sight
     notebook.screenshot("dtype-panel-light", area)
+
+    # from the button to the table's filter it is not a Tab for each layer
+    area.get_by_role("button", name="Take the map again").focus()
+    for _ in range(3):  # what is shown, the layers, the filter
+        notebook.page.keyboard.press("Tab")
+    assert area.get_by_role("textbox", name="Filter").evaluate("one => one === document.activeElement")
 
     # the table
     casts = area.get_by_role("columnheader", name="casts").first

@@ -108,3 +108,54 @@ def test_a_number_in_every_format(open_notebook: OpenNotebook) -> None:
     notebook.page.wait_for_timeout(200)
     notebook.screenshot("format-lab-700px", whole)
     assert not notebook.scrolls_sideways(0)
+
+
+BESIDE = """
+import ipywidgets
+from amp_widgets.analysis.inspections import Inspection
+from amp_widgets.widgets.checks_panel import ChecksPanel, ChecksState
+from amp_widgets.widgets.dtype_panel import DtypePanel, DtypeState
+from amp_widgets.widgets.format_lab import FormatLab
+from amp_widgets.widgets.gradient_panel import GradientPanel
+from amp_widgets.widgets.gradient_state import GradientState
+from tests.charts.gradient_step import gpt_range
+from tests.widgets.gpt_dtypes import gpt_map
+
+ask = lambda *_, **__: None
+gradients = GradientPanel(ask, ask, GradientState(range=gpt_range()))
+"""
+LAYOUT = """area => [...area.querySelectorAll(".ampw-panel *")].filter((one) => one.offsetParent).map((one) => {
+    const { x, y, width, height } = one.getBoundingClientRect();
+    const style = getComputedStyle(one);
+    const top = one.closest(".ampw-panel").getBoundingClientRect().y;
+    return [one.className, x, y - top, width, height, style.display, style.padding, style.background, style.font].join();
+})"""
+
+
+def test_no_widget_on_a_page_changes_the_look_of_another(open_notebook: OpenNotebook) -> None:
+    panels = ["FormatLab(weights={'w': (1.0, 1.0)})", "DtypePanel(ask, ask, DtypeState(map=gpt_map()))", "ChecksPanel(ask)"]
+    cells = [BESIDE, "gradients", *panels]
+    notebook = open_notebook(cells, height=3000)
+    notebook.run_and_wait(0)
+    looks: dict[int, list[str]] = {}
+
+    def look(index: int) -> list[str]:
+        found: list[str] = notebook.output(index).evaluate(LAYOUT)
+        return found
+
+    for index in range(1, len(cells)):
+        notebook.run_and_wait(index)
+        notebook.output(index).locator(".ampw-panel").first.wait_for()
+        notebook.page.wait_for_timeout(500)
+        for before, known in looks.items():
+            now = look(before)
+            assert [pair for pair in zip(known, now, strict=True) if pair[0] != pair[1]][:3] == [], (before, index)
+        looks[index] = look(index)
+
+    # heads stand over their columns, whichever styles the page has
+    heads = notebook.output(1).locator(".ampw-gradient-table thead th")
+    cells_below = notebook.output(1).locator(".ampw-gradient-table tbody tr:first-child > *")
+    inner = "one => { const text = document.createRange(); text.selectNodeContents(one); return text.getBoundingClientRect(); }"
+    for at in range(heads.count()):
+        side = "right" if at > 1 else "left"
+        assert abs(heads.nth(at).evaluate(inner)[side] - cells_below.nth(at).evaluate(inner)[side]) < 1.5, at

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from amp_widgets.analysis.gradients import GradientRange
@@ -15,10 +17,16 @@ def row(
     exponents = np.arange(-126, 128)
     weights = np.exp(-((exponents - middle) ** 2) / (2 * width**2))
     each = np.rint(4096 * weights / weights.sum()).astype(np.int64)
-    counts = np.zeros(BUCKETS, np.int64)
+    counts = np.zeros(BUCKETS)
     counts[4:INF_BUCKET:3] = each  # between the powers of two
     counts[ZERO_BUCKET], counts[INF_BUCKET] = zeros, infs
-    return CountedGradients(layer=layer, family="output", dtype=dtype, arrivals=1, elements=elements, counts=counts)
+    looked_at = int(counts.sum())
+    elements = max(elements, looked_at)
+    peak = math.inf if infs else float(2.0 ** exponents[np.flatnonzero(each)[-1]] * 1.5)
+    return CountedGradients(
+        layer=layer, family="output", dtype=dtype, arrivals=1, elements=elements, looked_at=looked_at,
+        counts=counts * (elements / looked_at), peaks={"": peak},
+    )  # fmt: skip
 
 
 def gpt_range(

@@ -25,7 +25,7 @@ def test_what_is_drawn_is_what_is_counted(scale: float) -> None:
     found = gpt_range()
     drawn, counted = shares(exponent_figure(found, scale=scale)), found.shares(scale)
     for zone, share in zip(
-        ("zero", "sub", "normal", "inf"), (counted.flushed, counted.subnormal, counted.normal, counted.overflow), strict=True
+        ("zero", "sub", "normal", "over"), (counted.flushed, counted.subnormal, counted.normal, counted.overflow), strict=True
     ):
         assert drawn.get(zone, 0.0) == pytest.approx(share, abs=0.001), zone
 
@@ -37,12 +37,12 @@ def test_a_scale_moves_the_bars_and_leaves_the_zones() -> None:
     assert np.allclose(np.array(bars[1]) - np.array(bars[0]), 5.0)
     lines = [[shape.x0 for shape in figure.layout.shapes if shape.type == "line"] for figure in (one, other)]
     assert lines == [[-25, -14, 16]] * 2
-    assert list(one.layout.xaxis.range) == [-34, 20] or one.layout.xaxis.range[0] < -34
+    assert list(one.layout.xaxis.range) == [-34, 22] or one.layout.xaxis.range[0] < -34
 
 
 def test_zones_of_both_formats_are_named() -> None:
     texts = [note.text for note in exponent_figure(gpt_range()).layout.annotations]
-    assert {"fp16", "bf16", "normal", "subnormal"} <= set(texts)
+    assert {"fp16", "bf16", "normal", "subnormal", "overflow"} <= set(texts)
     assert sum(text == "becomes zero" or text == "zero" for text in texts) == 1  # bf16's is far outside
 
 
@@ -71,7 +71,7 @@ def test_nothing_to_draw() -> None:
     figure = exponent_figure(EMPTY)
     assert not figure.data
     assert any("no gradient" in note.text for note in figure.layout.annotations)
-    assert figure.layout.xaxis.range == (-34, 20)
+    assert figure.layout.xaxis.range == (-34, 22)
 
 
 def test_words() -> None:

@@ -411,7 +411,10 @@ def test_whether_an_update_changes_a_weight() -> None:
     assert formats.update_survives(1.0, 1.0, 0.6, int8(1.0)) is True
     assert formats.update_survives(1 + 0.4 * 2.0**-10, 1.0, 1e-6, "fp16") is False  # of the weight that is stored, 1
     assert formats.update_survives(math.nan, 1.0, 1.0, "fp16") is False
-    assert formats.update_survives(1.0, math.nan, 1.0, "fp16") is True
+    assert formats.update_survives(1.0, math.nan, 1.0, "fp16") is False  # what is left is no number
+    assert formats.update_survives(1.0, 1.0, math.nan, "fp16") is False
+    assert formats.update_survives(1.0, math.nan, 1.0, "fp8_e4m3") is False
+    assert formats.update_survives(1.0, math.inf, 1.0, "fp16") is True
 
 
 def test_updates_as_sgd_in_fp16_and_bf16_makes_them() -> None:
@@ -442,6 +445,18 @@ def test_shapes_and_types() -> None:
     values = np.array([0.1])
     round_to(values, "fp16")
     assert values[0] == 0.1  # not changed in place
+
+
+def test_tensors_of_any_kind() -> None:
+    assert round_to(torch.tensor(0.1, dtype=torch.float64, requires_grad=True), "fp16") == 0.0999755859375
+    assert round_to(torch.nn.Parameter(torch.ones(2)), "fp16").tolist() == [1.0, 1.0]
+    halves = torch.tensor([0.1, 3.0], dtype=torch.bfloat16)
+    assert round_to(halves, "fp32").tolist() == halves.tolist()
+    assert round_to(torch.tensor([1.75]).to(torch.float8_e4m3fn), "fp8_e5m2").tolist() == [1.75]
+    assert round_to(torch.tensor([1, 2]), "fp16").tolist() == [1.0, 2.0]
+    assert FORMATS["fp16"].encode(torch.tensor(1.0, requires_grad=True)) == 0x3C00
+    weights = torch.tensor([1.0, 1.0], dtype=torch.bfloat16, requires_grad=True)
+    assert formats.update_survives(weights, torch.tensor([1e-9, 1.0]), 0.1, "bf16").tolist() == [False, True]
 
 
 def test_a_format_is_a_name_or_itself() -> None:
@@ -481,6 +496,18 @@ def test_a_format_is_a_name_or_itself() -> None:
         (lambda: fixed_point().decode(1_000_000), "expected -999999 to 999999"),
         (lambda: formats.scaled_round_trip(1.0, 0.0, "fp16"), "scale: got 0.0"),
         (lambda: formats.scaled_round_trip(1.0, math.inf, "fp16"), "scale: got inf"),
+        (lambda: formats.scaled_round_trip("x", 1.0, "fp16"), "value: got 'x'"),
+        (lambda: formats.scaled_round_trip(1.0, "x", "fp16"), "scale: got 'x'"),
+        (lambda: formats.update_survives(1, "x", 1, "fp16"), "g: got 'x', expected a real number"),
+        (lambda: formats.update_survives(1, 1, None, "fp16"), "lr: got None"),
+        (lambda: formats.update_survives([1, 2], [1, 2, 3], 1, "fp16"), r"got the shapes \(2,\), \(3,\) and \(\), expected such"),
+        (lambda: round_to([torch.ones(1, requires_grad=True)], "fp16"), "expected a real number"),
+        (lambda: round_to(torch.empty(2, device="meta"), "fp16"), "expected a real number"),
+        (lambda: round_to(1.0, []), r"format: got \[\], expected one of"),
+        (lambda: FORMATS["fp16"].decode([[1], [1, 2]]), "expected whole numbers"),
+        (lambda: FORMATS["fp16"].verdict([1.0, 2.0]), r"got \[1.0, 2.0\], expected a single number"),
+        (lambda: FORMATS["fp16"].neighbours([1.0, 2.0]), "expected a single number"),
+        (lambda: int8().spacing([1.0, 2.0]), "expected a single number"),
     ],
 )  # fmt: skip
 def test_errors_say_what_was_got_and_what_was_expected(call: Callable[[], Any], message: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -362,3 +365,308 @@ def test_a_request_for_both_is_met_in_whole_or_not_at_all() -> None:
         assert session.settings.autocast == "fp32"
         assert session.settings.fp32_layers == session.settings.checkpointed == ("norm",)
         assert Fp32Layers(model).active == Checkpointing(model).active == ("norm",)
+
+
+# ---- what gets in otherwise than as a tensor ----
+
+
+@dataclass
+class Data:
+    x: Any
+    y: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenData:
+    x: torch.Tensor
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+class Plain:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class ReadsX(nn.Module):
+    """Computes on what is in its input; without one, on its own attribute."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.functional = functional
+        self.x: Any = None
+
+    def forward(self, holder: Any = None) -> torch.Tensor:
+        x = (self if holder is None else holder).x
+        return x @ self.inner.weight.T if self.functional else self.inner(x)
+
+
+class Holding(nn.Module):
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] | None, functional: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.reads = ReadsX(functional)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.wrap is None:
+            self.reads.x = hidden
+            return self.reads()  # type: ignore[no-any-return]
+        return self.reads(self.wrap(hidden))  # type: ignore[no-any-return]
+
+
+class PlainlyHeld(nn.Module):
+    """The same by hand."""
+
+    def __init__(self, model: Holding) -> None:
+        super().__init__()
+        self.first, self.reads = model.first, model.reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.reads(Plain(hidden.float()))  # type: ignore[no-any-return]
+
+
+WRAPS: dict[str, Callable[[torch.Tensor], Any] | None] = {
+    "dataclass": Data,
+    "frozen dataclass with slots": FrozenData,
+    "dataclass in a dataclass": lambda x: SimpleNamespace(x=x, more=Data(Data(x))),
+    "named tuple": lambda x: Pair(x, 1),
+    "namespace": lambda x: SimpleNamespace(x=x),
+    "plain object": Plain,
+    "object with slots": Slotted,
+    "attribute": None,
+}
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_half_tensors_are_cast_wherever_they_are(wrap: str, dtype: torch.dtype, functional: bool) -> None:
+    model = Holding(WRAPS[wrap], functional)
+    by_hand = PlainlyHeld(copy.deepcopy(model))
+    Fp32Layers(model).apply(["reads"])
+    kept = step(model, dtype)
+    assert kept["output"].dtype == torch.float32
+    assert_same(kept, step(by_hand, dtype))
+    model.eval()
+    assert_same(step(model, dtype), step(by_hand.eval(), dtype))
+
+
+def test_containers_stay_what_they_are() -> None:
+    seen: list[Any] = []
+
+    class Looks(nn.Module):
+        def forward(self, *args: Any) -> None:
+            seen[:] = args
+
+    model = nn.Sequential(Looks())
+    Fp32Layers(model).apply(["0"])
+    half, full = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    held, untouched = Data(half, [half]), [{"x": full}, Data(full), "text", model]
+    whole: list[Any] = [half]
+    whole.append(whole)  # it holds itself
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model[0](held, held, untouched, half, whole)
+    first, second, third, fourth, fifth = seen
+    assert first is second  # one object stays one, and one tensor
+    assert (type(first), first.x is first.y[0] is fourth, first.x.dtype) == (Data, True, torch.float32)
+    assert third is untouched
+    assert fifth[0] is fourth
+    assert held.x is half  # the user's own are not touched
+    assert held.y[0] is whole[0] is half
+
+
+def test_what_a_layer_does_to_a_container_is_not_lost() -> None:
+    class Writes(nn.Module):
+        def forward(self, *, to_list: list[Any], to_dict: dict[str, Any], held: Data, seen: list[Any]) -> None:
+            seen.append(1)
+            to_list.append(to_list[0] * 2)
+            to_dict["new"] = to_dict.pop("x") + to_dict["y"]
+            held.y = held.x * 3
+
+    model = nn.Sequential(Writes())
+    Fp32Layers(model).apply(["0"])
+    half = torch.ones(2, dtype=torch.bfloat16)
+    to_list, to_dict, held, seen = [half], {"x": half, "y": half}, Data(half), list[int]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model[0](to_list=to_list, to_dict=to_dict, held=held, seen=seen)
+    assert seen == [1]
+    assert (to_list[0] is half, to_list[1].tolist(), len(to_list)) == (True, [2, 2], 2)
+    assert (list(to_dict), to_dict["y"] is half, to_dict["new"].tolist()) == (["y", "new"], True, [2, 2])
+    assert (held.x is half, held.y.tolist(), held.y.dtype) == (True, [3, 3], torch.float32)
+
+
+def test_what_is_overwritten_keeps_its_format_and_its_identity() -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(3, 2, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache.index_add_(0, torch.tensor([1]), x)
+            return x
+
+    model = nn.Sequential(Caches())
+    cache = model[0].cache
+    Fp32Layers(model).apply(["0"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model[0](torch.ones(1, 2, dtype=torch.bfloat16))
+    assert model[0].cache is cache
+    assert cache.tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_evaluation_takes_the_fast_path_that_it_took_before() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    by_hand = nn.Sequential(model[0], ByHand(copy.deepcopy(model[1]))).eval()
+    Fp32Layers(model).apply(["1"])
+    called: list[str] = []
+    model[1].linear1.register_forward_hook(lambda *_: called.append("linear1"))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(batch()), by_hand(batch()))
+    assert called in ([], ["linear1"])
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        fast = torch._transformer_encoder_layer_fwd
+        model[1].linear1._forward_hooks.clear()
+        patch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(1), fast(*args))[1])
+        model(batch())
+    assert calls == [1]
+
+
+def test_an_error_about_formats_names_the_layer_and_says_what_to_do() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+            self.x: list[torch.Tensor] = []
+
+        def forward(self) -> torch.Tensor:
+            return self.lstm(self.x[0])[0]  # type: ignore[no-any-return]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 8)
+            self.block = nn.ModuleDict({"kept": Recurrent()})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = self.block["kept"]
+            kept.x = [self.first(x)]
+            return kept()  # type: ignore[no-any-return]
+
+    model = Outer()
+    with AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        session.request(autocast="bf16", fp32_layers=["block.kept"])
+        data = [(batch(), torch.zeros(4, 5, 8))]
+        session.fit(data, nn.functional.mse_loss)
+        with pytest.raises(ValueError, match="dtype") as caught:
+            session.wait()
+        notes = [note for note in caught.value.__notes__ if note.startswith("This comes from layer 'block.kept' (Recurrent)")]
+        assert len(notes) == 1
+        assert "take 'block.kept' out of fp32_layers" in notes[0]
+        assert "which fp32_layers keeps in FP32" in (session.dashboard_state().error or "")
+        session.request(fp32_layers=[])
+        session.fit(data, nn.functional.mse_loss)
+        session.wait()  # as before
+
+
+def test_other_errors_are_left_alone() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.ones(7, 7)
+
+    model = nn.Sequential(Fails())
+    Fp32Layers(model).apply(["0"])
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(batch().bfloat16())
+    assert not hasattr(caught.value, "__notes__")
+
+
+# ---- layers that are never called ----
+
+
+def attention() -> nn.Module:
+    return nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "mlp": nn.Linear(8, 8)})
+
+
+def test_the_last_layer_of_attention_is_refused_and_globs_pass_over_it() -> None:
+    model = attention()
+    for switch in (Fp32Layers(model), Checkpointing(model)):
+        with pytest.raises(
+            SettingsError, match=r"layer 'attn\.out_proj' .* it is never called: nn\.MultiheadAttention computes with"
+        ):
+            switch.apply(["attn.out_proj"])
+        with pytest.raises(SettingsError, match="it is never called"):
+            switch.apply(["attn.*"])
+        assert switch.resolve(["**"]) == ("attn", "mlp")
+    assert next(layer for layer in Checkpointing(model).layers if layer.name == "attn.out_proj").why_not is not None
+
+
+def test_a_layer_that_is_not_called_is_remarked_on() -> None:
+    class Borrows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.borrowed = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.calls_it = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.called(x)
+            return self.borrowed(x) if self.calls_it else nn.functional.linear(x, self.borrowed.weight)  # type: ignore[no-any-return]
+
+    model = Borrows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with AmpSession(model, optimizer) as session:
+
+        def one_step() -> tuple[str, ...]:
+            with session.autocast():
+                loss = model(batch()).float().square().mean()
+            session.scaler.scale(loss).backward()
+            session.scaler.step(optimizer)
+            session.scaler.update()
+            return session.dashboard_state().notes
+
+        assert one_step() == ()
+        session.request(autocast="bf16", fp32_layers=["called", "borrowed"])
+        session.apply_pending()
+        assert session.dashboard_state().notes == ()  # no step with it yet
+        (note,) = one_step()
+        assert note.startswith("Kept in FP32, but not called in step 1: borrowed. ")
+        model.calls_it = True
+        assert one_step() == ()
+        model.calls_it = False
+        assert "step 3: borrowed" in one_step()[0]
+        session.request(fp32_layers=["called"])
+        session.apply_pending()
+        assert session.dashboard_state().notes == ()
+
+
+# ---- compiled ----
+
+
+def test_the_compiler_has_nothing_to_warn_of() -> None:
+    torch._dynamo.reset()
+    model = Holding(Data)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    fp32 = Fp32Layers(compiled)
+    fp32.apply(["reads"])
+    by_hand = PlainlyHeld(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = step(compiled)
+    fp32.close()
+    assert_same(kept, step(by_hand))

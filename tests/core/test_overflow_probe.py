@@ -326,7 +326,7 @@ def test_neither_probe_waits_for_the_device() -> None:
             counts.end(torch.tensor(2.0))
             notes.end(step, torch.tensor(2.0), skipped, torch.tensor(0.5), Elsewhere(torch.tensor(1.0)))
     names = {event.key for event in profiler.key_averages()}
-    assert "aten::index_add_" in names
+    assert names & {"aten::index_add_", "aten::bincount"}
     assert "aten::aminmax" in names
     assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero"}
 
@@ -356,3 +356,59 @@ def test_several_models_go_by_their_names() -> None:
     assert (note.nonfinite, note.of) == (12, 12)
     assert note.parameters[0].startswith("critic.4.")
     assert note.parameters[-1].startswith("generator.0.")
+
+
+def nan_from_the_loss(model: nn.Module) -> Tensor:
+    output = model(torch.ones(6, 4))
+    return output.pow(2).mean() + torch.sqrt((output * 0).sum())  # the derivative of the root at 0 is inf
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_nan_that_the_loss_function_makes_every_third_step(clip: bool) -> None:
+    loop = Loop(net(), clip=clip)
+    for at in range(9):
+        assert loop.step(nan_from_the_loss if at % 3 == 2 else mean_of_squares) == (at % 3 == 2)
+    first, *later = loop.probe.notes
+    assert (first.step, first.output, first.nonfinite, first.with_nan) == (2, None, 6, 6)
+    assert first.parameters[0].startswith("4.")
+    assert [(note.step, note.seen, note.output) for note in later] == [(5, "arriving", "nan"), (8, "arriving", "nan")]
+    assert all(note.loss_finite and note.parameters[0].startswith("4.") for note in later)
+
+
+def test_the_gradient_of_the_output_is_told_apart_from_what_the_model_makes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), SpoiledBackward(math.nan), nn.Linear(4, 2))
+    loop = Loop(model)
+    for _ in range(3):
+        assert loop.step()
+    assert [note.output for note in loop.probe.notes] == [None, "finite", "finite"]
+    assert loop.probe.notes[1].parameters[0].startswith("0.")
+    loop = Loop(net())
+    for _ in range(2):
+        assert loop.step(lambda model: mean_of_squares(model) * 1e38)
+    assert loop.probe.notes[1].output == "inf"
+
+
+def test_hooks_for_the_output_are_gone_after_each_step() -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    before = dict(hooks)
+    loop = Loop(net())
+    loop.step(nan_from_the_loss)
+    loop.probe.begin(loop.at)
+    assert len(hooks) == len(before) + 1
+    loop.probe.abandon()
+    assert dict(hooks) == before
+    for _ in range(FOLLOWED_AFTER):
+        loop.step()
+        assert dict(hooks) == before
+
+
+def test_what_the_scaler_has_unscaled_itself_was_not_clipped() -> None:
+    loop = Loop(net())
+    loop.step()
+    loop.probe.begin(1)
+    (mean_of_squares(loop.model) * math.nan).backward()
+    loop.probe.skipping(as_arrived=True)
+    loop.probe.end(1, 2.0, True, torch.tensor(1.0))
+    (note,) = loop.probe.notes
+    assert note.seen == "stepping"
+    assert note.parameters[0].startswith("4.")

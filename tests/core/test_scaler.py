@@ -34,7 +34,7 @@ class Listener:
 
     def stepping(self) -> None: ...
 
-    def skipping(self) -> None:
+    def skipping(self, *, as_arrived: bool) -> None:
         pass
 
     def refused(self, reason: str) -> None:
@@ -426,3 +426,76 @@ def test_a_state_that_cannot_be_is_refused_whole(entry: str, value: object, kind
         scaler.load_state_dict({**before, "scale": 4.0, entry: value})
     assert scaler.state_dict() == before
     assert listener.adoptions == []
+
+
+def test_after_a_refusal_the_next_right_step_works() -> None:
+    scaler, _ = make()
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(weight.sum())
+    with pytest.raises(NoGradientsError, match=r"no gradient in any of its parameters \(p0\)"):
+        scaler.step(optimizer)
+    with pytest.raises(NoGradientsError, match=r"without a scaler\.step"):
+        scaler.update()
+    one_step(scaler, weight, optimizer, 1.0)
+    assert torch.equal(weight.detach(), torch.full((3,), 0.9))
+
+
+def test_after_a_refused_update_gradients_can_be_unscaled() -> None:
+    scaler, _ = make()
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(weight.sum())
+    scaler.unscale_(optimizer)  # of nothing
+    with pytest.raises(NoGradientsError, match=r"without a scaler\.step"):
+        scaler.update()
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(3))
+
+
+def test_a_refusal_of_one_optimizer_leaves_the_others() -> None:
+    scaler, _ = make()
+    one, other = parameter(), parameter()
+    optimizers = [torch.optim.SGD([one], lr=0.1), torch.optim.SGD([other], lr=0.1)]
+    scaler.scale(one.sum()).backward()
+    scaler.step(optimizers[0])
+    with pytest.raises(NoGradientsError):
+        scaler.step(optimizers[1])
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizers[0])
+    scaler.update()
+    assert torch.equal(one.detach(), torch.full((3,), 0.9))
+
+
+def test_unscaling_before_there_are_gradients_is_what_the_message_says() -> None:
+    scaler, _ = make()
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loss = scaler.scale(weight.sum())
+    scaler.unscale_(optimizer)
+    loss.backward()
+    with pytest.raises(NoGradientsError, match=r"got scaler\.unscale_\(optimizer\) before any of its parameters had a gradient"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_listener_is_told_whether_gradients_are_as_they_arrived(unscale: bool) -> None:
+    told: list[bool] = []
+
+    class Asking(Listener):
+        def skipping(self, *, as_arrived: bool) -> None:
+            told.append(as_arrived)
+
+    scaler, listener = LiveScaler("cpu", FP16), Asking()
+    scaler.listen(listener)
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):
+        scaler.scale((weight * math.inf).sum()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert told == [not unscale] * 2

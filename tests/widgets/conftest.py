@@ -11,6 +11,7 @@ import ipywidgets
 import pytest
 from comm.base_comm import BaseComm
 
+from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.core.history import History
 from amp_widgets.core.run_state import RunState
@@ -108,6 +109,9 @@ class FakeSession:
         self.check_changes = False
         self.why_no_batch: str | None = None
         self.inspections: dict[str, Inspection] = {}
+        self.why_no_plan: str | None = None
+        self.why_no_comparison: str | None = None
+        self.comparison = ComparisonStatus()
 
     def dashboard_state(self) -> DashboardState:
         self.looks += 1
@@ -145,11 +149,23 @@ class FakeSession:
     def inspection(self, kind: str) -> Inspection:
         return self.inspections.setdefault(kind, Inspection())
 
-    def inspect(self, kind: str) -> None:
-        self.asked.append(("inspect", {"kind": kind}))
+    def inspect(self, kind: str, **options: Any) -> None:
+        self.asked.append(("inspect", {"kind": kind, **options}))
         if kind != "preflight" and self.why_no_batch is not None:
             raise RunError(f"{kind}: {self.why_no_batch}")
         self.inspections[kind] = dataclasses.replace(self.inspection(kind), pending=True)
+
+    def cancel_inspection(self, kind: str) -> None:
+        self.asked.append(("cancel_inspection", {"kind": kind}))
+
+    def compare_on_newest(self, **chosen: Any) -> None:
+        self.asked.append(("compare", chosen))
+        if self.why_no_comparison is not None:
+            raise RunError(f"compare: {self.why_no_comparison}")
+        self.comparison = dataclasses.replace(self.comparison, pending=True)
+
+    def cancel_comparison(self) -> None:
+        self.asked.append(("cancel", {}))
 
     def clear_out_of_memory(self) -> None:
         self.asked.append(("clear", {}))

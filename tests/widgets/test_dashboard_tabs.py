@@ -23,6 +23,7 @@ from amp_widgets.core.settings import Settings
 from amp_widgets.errors import SessionClosedError
 from amp_widgets.widgets.checks_panel import ChecksPanel
 from amp_widgets.widgets.checks_tab import ChecksTab
+from amp_widgets.widgets.compare_panel import ComparePanel
 from amp_widgets.widgets.dashboard import Dashboard
 from amp_widgets.widgets.dtype_panel import DtypePanel
 from amp_widgets.widgets.gradient_control import GradientControl
@@ -113,9 +114,9 @@ def test_memory_is_shown_first_and_the_others_are_not_there_until_they_are_chose
     session = session_of()
     dashboard = make(session)
     bar = part(dashboard, TabBar)
-    assert [label for _, label in bar.tabs] == ["Memory", "Gradients", "Formats", "Checks"]
+    assert [label for _, label in bar.tabs] == ["Memory", "Gradients", "Formats", "Checks", "Compare"]
     assert bar.selected == "memory"
-    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksTab}
+    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksTab, "compare": ComparePanel}
     for name, kind in kinds.items():
         assert parts(dashboard, kind) == []
         say(dashboard, TabBar, tab=name)
@@ -213,7 +214,7 @@ def test_a_closed_session_locks_what_is_there_and_offers_no_more(make, session_o
     bar, control = part(dashboard, TabBar), part(dashboard, GradientControl)
     assert (control.locked, part(dashboard, MemoryControl).locked, part(dashboard, GradientTable).locked) == (True, True, True)
     assert control.measured.startswith("Step 5")  # the last state, also of the tab that was hidden
-    assert bar.closed == ["formats", "checks"]
+    assert bar.closed == ["formats", "checks", "compare"]
     say(dashboard, TabBar, tab="formats")
     assert bar.selected == "memory"
     say(dashboard, TabBar, tab="gradients")
@@ -370,7 +371,7 @@ def test_the_range_of_a_step_is_made_once(session_of) -> None:
 def test_a_step_without_gradients_can_be_shown(make, session_of) -> None:
     session = session_of()
     nothing = CountedGradients(
-        layer="head", family="output", dtype="fp16", arrivals=0, elements=0, counts=np.zeros(BUCKETS, np.int64)
+        layer="head", family="output", dtype="fp16", arrivals=0, elements=0, looked_at=0, counts=np.zeros(BUCKETS), peaks={}
     )
     session.probes.gradients.counts = (
         GradientCounts(step=1, scale=1.0, rows=()), GradientCounts(step=2, scale=1.0, rows=(nothing,)),

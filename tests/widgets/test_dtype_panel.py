@@ -50,8 +50,8 @@ def layers(panel: DtypePanel, positions: list[int]) -> list[str]:
 def test_a_row_has_what_is_known_of_an_operator(panel: DtypePanel) -> None:
     rows = {(row[0], row[1]): row[2:] for row in panel.rows}
     assert rows["blocks.1.attention", "linear"] == [
-        1, "fp32", "bf16", "bf16", "bf16", 3, 164_000, 3, 328_000, 1, 3, 164_000, "lower-precision list",
-        "linear is on CPU's lower-precision list", "lower precision",
+        1, "fp32", "bf16", "bf16", "bf16", 3, 164_000, 3, 328_000, 1, 3, 164_000, "lower-precision",
+        "linear is on CPU's lower-precision list", "lower",
     ]  # fmt: skip
     assert rows["blocks.1.attention", "rotate in Rotary"][:5] == [2, "bf16+fp32", "bf16+fp32", "fp32", ""]
     assert panel.sentence == "autocast bf16 on cpu: 128 casts a step, which write 9.46 MB, and 18 more in recomputes"
@@ -63,7 +63,7 @@ def test_a_row_has_what_is_known_of_an_operator(panel: DtypePanel) -> None:
 def test_the_tree_has_the_formats_of_a_layer_and_of_those_inside(panel: DtypePanel) -> None:
     tree = {row[0]: row[1:] for row in panel.layers}
     assert tree["blocks.0.mlp"] == ["Sequential", ["bf16"], ""]
-    assert tree["blocks.0"] == ["Block", ["bf16", "fp32"], ""]
+    assert tree["blocks.0"] == ["Block", ["fp32", "bf16"], ""]
     assert tree["blocks"][2] == "it only holds other layers"
     assert tree["loss_fn"] == ["", ["fp32"], "it is no layer that can be switched"]
     assert [*tree][:2] == ["token", "blocks"]

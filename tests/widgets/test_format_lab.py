@@ -419,3 +419,86 @@ def test_it_needs_no_torch() -> None:
     code += "from amp_widgets.widgets.format_lab import FormatLab; print(FormatLab('2**-24').value)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert float(done.stdout) == 2.0**-24
+
+
+@pytest.mark.parametrize(
+    ("value", "weights", "message"),
+    [
+        (0.1, {"a": 1}, r"weights: got 1 for 'a', expected \(w, g\)"),
+        (0.1, {"a": (1.0, 2.0, 3.0)}, r"got \(1.0, 2.0, 3.0\) for 'a'"),
+        (0.1, {"a": ("x", 2.0)}, "expected .label, w, g, lr."),
+        (0.1, 5, "weights: got 5, expected a callable, or a mapping"),
+        (0.1, [("w", 1.0, 1.0, 0.1)], "expected a callable, or a mapping"),
+        (0.1, lambda: 5, "the weights could not be read: TypeError"),
+        (None, None, "value: got None, expected a number or a text"),
+        (10**400, None, "value: got 1000"),
+    ],
+)
+def test_a_lab_cannot_be_made_of_anything(value: Any, weights: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        FormatLab(value, weights=weights)
+
+
+# ---- a real weight ----
+
+
+def test_the_rule_is_that_of_plain_sgd_and_another_optimizer_is_named() -> None:
+    entries = [
+        ("plain", 1.0, 0.5, 0.1),
+        ("momentum", 1.0, 0.5, 0.1, "SGD with momentum", None, 41),
+        ("adam", 1.0, 0.5, 0.1, "Adam", -3.25e-5, 42),
+        ("still", 1.0, 0.5, 0.1, "Adam", 0.0, 1),
+        ("none", 1.0, 0.5, 0.01, None, None, 0),
+    ]
+    lab = FormatLab(weights=lambda: entries)
+    assert (lab.optimizer, lab.picked_numbers) == ("", "w = 1,  g = 0.5,  lr = 0.1:  lr·g = 0.05")
+    say(lab, pick=1)
+    assert lab.picked_numbers.endswith("lr·g = 0.05, after 41 steps")
+    assert lab.optimizer.startswith("Your optimizer is SGD with momentum, whose step is not lr·g")
+    assert "was not seen" in lab.optimizer
+    say(lab, pick=2)
+    assert lab.optimizer.endswith("Its last step really changed this weight by -3.25e-5.")
+    say(lab, pick=3)
+    assert lab.optimizer.endswith("changed this weight by 0.")
+    assert lab.picked_numbers.endswith("after 1 step")
+    say(lab, pick=4)
+    assert lab.optimizer == "No optimizer is known that has this weight: lr = 0.01 is assumed."
+
+
+def test_the_chosen_weight_stays_chosen_when_others_come() -> None:
+    entries = [("a[0]", 1.0, 1.0, 0.1), ("b[1, 2]", 2.0, 1.0, 0.1), ("c", 3.0, 1.0, 0.1)]
+    lab = FormatLab(weights=lambda: entries)
+    say(lab, pick=1)
+    entries[:] = [("z", 0.0, 1.0, 0.1), *entries]
+    say(lab, read=True)
+    assert (lab.samples[lab.picked], lab.state.samples[lab.picked].w) == ("b[1, 2]", 2.0)
+    entries[:] = [("a[0]", 1.0, 1.0, 0.1), ("c", 3.0, 1.0, 0.1), ("b[3, 0]", 4.0, 1.0, 0.1)]
+    say(lab, read=True)
+    assert lab.samples[lab.picked] == "b[3, 0]"  # another one of the same parameter
+    entries[:] = [("c", 3.0, 1.0, 0.1)]
+    say(lab, read=True)
+    assert lab.picked == 0
+
+
+def test_an_entry_with_too_much_is_refused() -> None:
+    with pytest.raises(FormatError, match="expected"):
+        FormatLab(weights=lambda: [("a", 1.0, 1.0, 0.1, "", None, 0, "more")])
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"), [("65536 = 2^3", None), ("2^16 = 65536 = 1", None), ("2^16=65536", 65536.0), ("8 =", None)]
+)
+def test_a_scale_is_one_number(text: str, scale: float | None) -> None:
+    lab = FormatLab()
+    say(lab, scale=text)
+    assert lab.state.scale == (1024.0 if scale is None else scale)
+    assert ("scale" in lab.problems) == (scale is None)
+
+
+def test_a_product_that_float64_has_not_is_not_exact() -> None:
+    burst = scaled_rows(FormatLabState(value=1e10, scale=1e308))
+    assert {(one["cells"][0], one["word"], one["tone"]) for one in burst} == {("inf", "overflow", "bad")}
+    lost = scaled_rows(FormatLabState(value=1e-200, scale=1e-200))
+    assert {(one["cells"][0], one["word"]) for one in lost} == {("0", "underflow to zero")}
+    assert row(scaled_rows(FormatLabState(value=math.inf)), "fp16")["word"] == "exact"
+    assert row(scaled_rows(FormatLabState(value=0.0)), "fp16")["word"] == "exact"

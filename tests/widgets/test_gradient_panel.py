@@ -113,6 +113,33 @@ def test_which_scale_is_set(panel: GradientPanel, state) -> None:
     assert "off" in panel._control.usable
 
 
+def test_the_scale_that_is_set_is_the_live_one(panel: GradientPanel, state) -> None:
+    panel.render(state(autocast="fp16", init_scale=2.0**19, scale=2.0**18))  # it has backed off
+    assert panel._control.requested == 18
+    panel.render(state(autocast="fp16", init_scale=2.0**19, scale=2.0**18, pending={"init_scale": 2.0**19}))
+    assert panel._control.requested == 19
+    panel.render(state(autocast="fp16", init_scale=2.0**19, scale=3.0))
+    assert panel._control.requested is None
+    panel.render(state(autocast="bf16", init_scale=2.0**19))  # there is no live one
+    assert panel._control.requested == 19
+
+
+def test_the_scale_for_the_model_does_not_depend_on_the_filter(panel: GradientPanel) -> None:
+    panel.show(GradientState(range=SAMPLED))
+    control = panel._control
+    suggested, safe = control.suggested, control.safe
+    say(panel._table, filter="head")
+    assert control.suggested == suggested
+    assert control.safe == f"For the whole model: {safe[0].lower()}{safe[1:]}"
+    assert control.sentences[0].startswith("Layers that match head: fp16 at scale 1")
+    say(panel._table, filter="nonsense")
+    assert control.sentences == ["No layer matches nonsense"]
+    assert panel._figure.note == "No layer matches nonsense"
+    assert (control.suggested, control.sampled) == (suggested, True)
+    say(panel._table, filter="")
+    assert (control.suggested, control.safe) == (suggested, safe)
+
+
 def test_a_filter_holds_for_all_of_it(panel: GradientPanel) -> None:
     panel.show(GradientState(range=SAMPLED))
     everything = panel._control.sentences

@@ -17,6 +17,8 @@ from amp_widgets.widgets.status_line import StatusLine
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
+ENABLED = "input:enabled, button:enabled:not(.ampw-twisty, [aria-disabled=true])"
+
 # What anywidget gives to a control's JavaScript, with the messages kept for the test.
 HOST = """
 window.mount = async (esm, css, state) => {
@@ -495,7 +497,7 @@ def test_every_control_fits_and_is_labelled_and_can_be_locked(show, state, kind:
     assert view.page.evaluate(unlabelled) == 0
     view.control.lock()
     view.to_page()
-    enabled = """() => [...document.querySelectorAll("input:enabled, button:enabled:not(.ampw-twisty)")].length"""
+    enabled = f"""() => document.querySelectorAll("{ENABLED}").length"""
     assert view.page.evaluate(enabled) == 0
 
 
@@ -538,7 +540,7 @@ def test_without_a_kernel_a_control_says_so_and_is_locked(show, state, kind: typ
     view.page.evaluate("() => { window.gone = true; }")
     view.page.locator(element).first.click()
     assert view.page.get_by_text("no kernel: run the cell again").is_visible()
-    assert view.page.locator("input:enabled, button:enabled:not(.ampw-twisty)").count() == 0
+    assert view.page.locator(ENABLED).count() == 0
 
 
 def test_the_status_line_finds_out_by_itself_and_tells_the_dashboard(show, state) -> None:

@@ -95,7 +95,7 @@ def test_a_row_has_one_layer_in_all_formats_worst_first(panel: PrecisionPanel) -
     assert (model[2], mlp[2] < norm[2] < head[2]) == (-1, True)  # in the model's order
     assert panel.reasons == ["", "", "", "the model itself: choose fp32 as autocast"]
     assert panel.caption == "Relative errors against fp32, before step 1,234"
-    assert panel.sentences == ["fp16: loss 1.0e-05; loss scaled by 65536.", "bf16: loss 2.0e-04."]
+    assert panel.sentences == ["fp16: loss 1.0e-05; loss scaled by 2^16.", "bf16: loss 2.0e-04."]
 
 
 def test_what_is_infinite_can_be_sent_and_sorted(panel: PrecisionPanel) -> None:

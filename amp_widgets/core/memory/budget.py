@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 
@@ -41,6 +42,28 @@ def budget_in_bytes(value: object) -> float | None:
     return number
 
 
+def typed_size(text: str) -> float | None:
+    """``"200MB"``, ``"1.5GiB"`` or ``"200e6"`` → bytes; ``"off"`` → None.
+
+    kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024.
+
+    Raises
+    ------
+    SettingsError
+        When it is no size.
+    """
+    if text.strip().lower() in ("off", "none"):
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    unit = "" if found is None else found[2].lower()
+    if found is None or unit not in _UNITS:
+        raise SettingsError(
+            f"got {text!r}, expected a size such as 200MB, 1.5GiB or 200e6 (bytes), or off; units: kB MB GB TB "
+            "(powers of 1000) and KiB MiB GiB TiB (of 1024)"
+        )
+    return float(found[1]) * _UNITS[unit]
+
+
 def above_budget_text(
     *,
     phase: str,
@@ -69,3 +92,8 @@ def above_budget_text(
         advice = "checkpoint layers, use autocast or a smaller batch (session.out_of_memory.report says what would have fitted)"
         advice += ", or raise memory_budget"
     return f"memory_budget: {got}; expected at most {limit} at a time: {advice}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "mb": 1e6, "m": 1e6, "gb": 1e9, "g": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

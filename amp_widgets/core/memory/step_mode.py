@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -43,7 +43,7 @@ class StepMode(TorchDispatchMode):
         self._thread_id = threading.get_ident()
         self._clock = clock
         self._last_op_s = clock()
-        self._file = next(iter(files_running()), None)
+        self._file = next(files_running(), None)
         self.death: Death | None = None
         """What is known, if memory ran out in an op."""
         self.on_death: Callable[[], None] | None = None
@@ -206,19 +206,17 @@ def _stack() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
 
 
-def files_running(frame: FrameType | None = None) -> list[str]:
+def files_running(frame: FrameType | None = None) -> Iterator[str]:
     """File names of the module-level code on this thread's call stack, or from a frame on, innermost first.
 
     Each statement of a notebook cell is run for itself; what they have in common, and no two cells have, is the file name.
     """
-    files = []
     frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_flags & _FUNCTION:
-            files.append(code.co_filename)
+            yield code.co_filename
         frame = frame.f_back
-    return files
 
 
 def modules_being_called() -> list[nn.Module]:

@@ -1,0 +1,345 @@
+"""The largest batch that fits into a budget: predicted, and on request confirmed by really running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_widgets.analysis.fake_model import first_dimension, is_batched
+from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, settings_with
+from amp_widgets.analysis.real_step import real_step
+from amp_widgets.analysis.trial import check_batch, check_hooks, check_idle, check_loss_fn, check_one_model
+from amp_widgets.core.deaths import out_of_memory_in
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.death import clear_finished_frames, roots_of_dead_passes
+from amp_widgets.core.memory.dissolve import dissolve
+from amp_widgets.core.memory.profile import StepProfile, memory_text
+from amp_widgets.core.settings import AutocastName, Settings, describe_settings
+from amp_widgets.errors import RunError, SettingsError
+
+LARGEST = 2**20
+"""Rows; where the peak does not grow with the batch, no larger ones are looked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSize:
+    """The largest batch that fits.
+
+    Attributes
+    ----------
+    size
+        Rows; with one more it does not fit. 0 where not even one row fits, or the smallest that runs does not.
+    predicted_peak_bytes
+        Of a step with it; where none fits, of the smallest one that was tried.
+    budget_bytes
+        What it has to fit into.
+    settings
+        With which.
+    obtained
+        How, see `amp_widgets.analysis.fake_step.PredictedStep`.
+    capped
+        Whether larger ones fit too, and were not looked for.
+    tried
+        Batch sizes that were looked at → peak in bytes; infinite where a real step was ended by the budget.
+    """
+
+    size: int
+    predicted_peak_bytes: float
+    budget_bytes: float
+    settings: Settings
+    obtained: str
+    capped: bool
+    tried: dict[int, float]
+
+    def __str__(self) -> str:
+        what = describe_settings(self.settings)
+        if not self.size:
+            return (
+                f"{what}: no batch fits into {memory_text(self.budget_bytes)}; {min(self.tried)} needs "
+                f"{memory_text(self.predicted_peak_bytes)} ({self.obtained})"
+            )
+        at_least = "at least " if self.capped else ""
+        return (
+            f"{what}: batch {at_least}{self.size} fits into {memory_text(self.budget_bytes)}, with a peak of "
+            f"{memory_text(self.predicted_peak_bytes)} ({self.obtained})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Confirmation:
+    """What a real step with a batch size came to.
+
+    Attributes
+    ----------
+    size
+        Rows of the batch.
+    settings
+        With which.
+    profile
+        Of the step; None where memory ran out.
+    out_of_memory
+        What was said as memory ran out; None where it did not.
+    limit_bytes
+        A step on a CPU that goes above it has run out of memory.
+    """
+
+    size: int
+    settings: Settings
+    profile: StepProfile | None
+    out_of_memory: str | None
+    limit_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Measured; NaN where memory ran out."""
+        return math.nan if self.profile is None else float(self.profile.peak_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step came to its end, and its peak is not above the limit."""
+        return self.profile is not None and self.profile.peak_bytes <= self.limit_bytes
+
+    def __str__(self) -> str:
+        what = f"{describe_settings(self.settings)}, batch {self.size}"
+        if self.profile is None:
+            return f"{what}: out of memory ({self.out_of_memory})"
+        return f"{what}: peak {memory_text(self.peak_bytes)} (measured: one real step)"
+
+
+def max_batch_size(
+    steps: FakeSteps,
+    budget_bytes: float,
+    *,
+    autocast: AutocastName | None = None,
+    checkpointed: Iterable[str] | None = None,
+    fp32_layers: Iterable[str] | None = None,
+    at_most: int = LARGEST,
+) -> BatchSize:
+    """The largest batch whose predicted peak fits into a budget: it does with this size, and does not with one row more.
+
+    Between sizes the peak is taken to grow, as it does but for operators that change their algorithm.
+
+    Parameters
+    ----------
+    steps
+        Predicts them; where it measures real steps, none goes above the budget by more than one operator's result.
+    budget_bytes
+        Bytes.
+    autocast, checkpointed, fp32_layers
+        As in `FakeSteps.step`.
+    at_most
+        The largest size to look for.
+
+    Raises
+    ------
+    SettingsError
+        When the budget is no number above 0, the batch has no size, or the settings cannot be in force.
+    Exception
+        What the user's code raises with the batch as it is, or with a larger one.
+    """
+    budget = _budget(budget_bytes)
+    given = steps.batch_size
+    if given is None:
+        raise SettingsError("batch: got no tensor with a dimension, expected a batch whose size can be changed")
+    if type(at_most) is not int or at_most < 1:
+        raise SettingsError(f"at_most: got {at_most!r}, expected a whole number of rows, at least 1")
+
+    def step_of(size: int) -> PredictedStep:
+        return steps.step(
+            autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers, batch_size=size, limit_bytes=budget
+        )
+
+    search = _Search(step_of, budget, given, at_most)
+    search.run()
+    size = search.fitting if search.fitting in search.peaks else 0
+    last = search.last
+    assert last is not None
+    return BatchSize(
+        size=size,
+        predicted_peak_bytes=search.peaks[size] if size else search.peaks[min(search.peaks)],
+        budget_bytes=budget,
+        settings=last.settings,
+        obtained=last.obtained,
+        capped=size == at_most,
+        tried=dict(sorted(search.peaks.items())),
+    )
+
+
+def confirm(
+    loop: LiveLoop,
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    batch_size: int,
+    autocast: AutocastName | None = None,
+    checkpointed: Iterable[str] | None = None,
+    fp32_layers: Iterable[str] | None = None,
+    budget_bytes: float | None = None,
+) -> Confirmation:
+    """Train one step with a batch of this size, and take it back; if memory runs out, that is free again afterwards.
+
+    Parameters
+    ----------
+    loop, batch, loss_fn
+        As in `amp_widgets.analysis.fake_step.fake_steps`.
+    batch_size
+        Rows of the batch, which are repeated where there are fewer.
+    autocast, checkpointed, fp32_layers
+        As in `FakeSteps.step`.
+    budget_bytes
+        On a CPU an op that goes above it ends the step; without it, the session's memory budget, or without that what is free
+        on this machine, which a real allocation could have ended the process for.
+
+    Raises
+    ------
+    SettingsError
+        When the settings cannot be in force.
+    RunError
+        When there is no model and optimizer, a step is in progress, or the loss is none.
+    """
+    verb = "confirm"
+    if loop.model is None or not loop.optimizers:
+        raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
+    model, pair = check_idle(loop, verb), check_batch(batch, verb)
+    check_loss_fn(loss_fn, verb)
+    check_one_model(model, verb)
+    check_hooks(model, verb)
+    length = first_dimension(pytree.tree_leaves(pair))
+    if length is None or type(batch_size) is not int or batch_size < 1:
+        raise SettingsError(f"batch_size: got {batch_size!r}, expected a whole number, at least 1, and a batch that has a size")
+    settings = settings_with(loop, model, autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers)
+    limit_bytes = _limit(loop, budget_bytes)
+    profile, because = None, None
+    nbytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(pair) if is_batched(leaf, length))
+    if nbytes / length * batch_size > limit_bytes:
+        because = f"the batch alone takes {memory_text(nbytes / length * batch_size)}, of {memory_text(limit_bytes)}"
+    else:
+        try:
+            profile, _ = real_step(
+                loop, model, pair, loss_fn, settings, batch_size=batch_size, limit_bytes=limit_bytes, verb=verb
+            )
+        except Exception as error:
+            ran_out = out_of_memory_in(error)
+            if ran_out is None:
+                raise
+            because = str(ran_out)
+            free_after(ran_out)
+    return Confirmation(size=batch_size, settings=settings, profile=profile, out_of_memory=because, limit_bytes=limit_bytes)
+
+
+def free_after(error: BaseException) -> None:
+    """Free what a step holds that has run out of memory: its graph, and the frames that the exception has left."""
+    roots = roots_of_dead_passes(error)
+    if roots:
+        dissolve(roots)
+    del roots
+    clear_finished_frames(error)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+# ---- private ---------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Finds the last size that fits, by lines through the peaks that are known."""
+
+    def __init__(self, step_of: Callable[[int], PredictedStep], budget: float, given: int, at_most: int) -> None:
+        self._step_of = step_of
+        self._budget = budget
+        self._given = given
+        self._at_most = at_most
+        self.peaks: dict[int, float] = {}
+        self.last: PredictedStep | None = None
+        self.fitting = 0  # the largest known to fit
+        self._too_large = at_most + 1  # the smallest known not to
+        self._rounds = 0  # of looking between the two
+
+    def run(self) -> None:
+        """Look at sizes until no other is left."""
+        self._look_at(min(self._given, self._at_most))
+        while self._too_large - self.fitting > 1:
+            self._look_at(self._next())
+
+    def _look_at(self, size: int) -> None:
+        try:
+            step = self._step_of(size)
+        except Exception as error:
+            ran_out = out_of_memory_in(error)
+            if ran_out is not None:
+                self.peaks[size] = math.inf
+                free_after(ran_out)
+            elif size < self._given:  # such as one row for BatchNorm: smaller ones do not run either
+                self.fitting = max(self.fitting, size)
+                return
+            else:
+                raise
+        else:
+            self.last = step
+            self.peaks[size] = float(step.peak_bytes)
+        if self.peaks[size] <= self._budget:
+            self.fitting = max(self.fitting, size)
+        else:
+            self._too_large = min(self._too_large, size)
+
+    def _next(self) -> int:
+        """A size between what fits and what does not.
+
+        The peak is the largest of many sums, each of which grows with the batch along a line: a line through two peaks is
+        above it in between, and below it outside, so that the last size that fits lies between where such lines reach the budget.
+        """
+        low, high = self.fitting, self._too_large
+        known = sorted(size for size, peak in self.peaks.items() if math.isfinite(peak))
+        below = [size for size in known if size <= low][-2:]
+        above = [size for size in known if size >= high][:2]
+        outside = [size for pair in (below, above) if (size := self._by_line(pair)) is not None]
+        if high > self._at_most:  # nothing is known to be too large
+            return min(max(low + 1, *outside, 0 if outside else 8 * low), self._at_most)
+        self._rounds += 1
+        if self._rounds % 4 == 0:  # where it is not like that
+            return (low + high) // 2
+        last = max(min([high - 1, *outside]), low + 1)
+        between = self._by_line([*below[-1:], *above[:1]])
+        first = low + 1 if between is None else min(max(between, low + 1), last)
+        return (last, first, (first + last) // 2)[self._rounds % 4 - 1]
+
+    def _by_line(self, sizes: list[int]) -> int | None:
+        """The last size that fits on the line through the peaks of two; None where there is no such line."""
+        if len(sizes) < 2:
+            return None
+        one, two = sizes
+        rise = (self.peaks[two] - self.peaks[one]) / (two - one)
+        if rise <= 0:
+            return None
+        return math.floor(min(one + (self._budget - self.peaks[one]) / rise, self._at_most))
+
+
+def _budget(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (0 < value < math.inf):
+        raise SettingsError(f"budget_bytes: got {value!r}, expected a number of bytes above 0, such as 8e9 for 8 GB")
+    return float(value)
+
+
+def _limit(loop: LiveLoop, budget_bytes: float | None) -> float:
+    if budget_bytes is not None:
+        return _budget(budget_bytes)
+    if loop.memory_budget is not None:
+        return loop.memory_budget
+    return free_memory_bytes() if loop.device.type == "cpu" else math.inf
+
+
+def free_memory_bytes() -> float:
+    """What is free on this machine, for new processes; infinite where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return 1024.0 * int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return math.inf

@@ -1,0 +1,425 @@
+"""The memory of a step with other settings or another batch size, predicted on a copy that has shapes and no numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+
+from amp_widgets.analysis.fake_kernels import UnfakeableError
+from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining, first_dimension
+from amp_widgets.analysis.real_step import real_step
+from amp_widgets.analysis.snapshot import Snapshot
+from amp_widgets.analysis.training_step import TrainingStep
+from amp_widgets.analysis.trial import check_batch, check_hooks, check_idle, check_loss_fn, check_one_model, region
+from amp_widgets.core.checkpointing import Checkpointing
+from amp_widgets.core.fp32_layers import Fp32Layers
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.death import is_out_of_memory
+from amp_widgets.core.memory.lives import RecordedStorages
+from amp_widgets.core.memory.profile import LayerProfile, StepProfile
+from amp_widgets.core.memory.step_record import StepRecord
+from amp_widgets.core.memory.storages import LiveStorages, state_of
+from amp_widgets.core.memory.tracker import StepTracker
+from amp_widgets.core.memory.whole_step import CompleteStep
+from amp_widgets.core.settings import AutocastName, Settings, describe_settings
+from amp_widgets.errors import RunError, SettingsError
+
+PREDICTED = "predicted on fake tensors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PredictedStep:
+    """What a step would need.
+
+    Attributes
+    ----------
+    profile
+        As of a real step, made by the same tracker. Of a predicted one, times are NaN: nothing was computed.
+    complete
+        The same step for estimates; None where it could only be measured, and not be followed op by op.
+    obtained
+        How: ``"predicted on fake tensors"``, or ``"measured: one real step, because …"``.
+    settings
+        With which.
+    batch_size
+        The first dimension of the batch; None where it has none.
+    """
+
+    profile: StepProfile
+    complete: CompleteStep | None
+    obtained: str
+    settings: Settings
+    batch_size: int | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at one time in the step."""
+        return self.profile.peak_bytes
+
+    @property
+    def predicted(self) -> bool:
+        """Whether nothing was computed."""
+        return self.obtained == PREDICTED
+
+
+def predict_step(
+    loop: LiveLoop,
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    autocast: AutocastName | None = None,
+    checkpointed: Iterable[str] | None = None,
+    fp32_layers: Iterable[str] | None = None,
+    batch_size: int | None = None,
+) -> PredictedStep:
+    """The memory of a training step with other settings, without running it; see `FakeSteps`.
+
+    Parameters
+    ----------
+    loop, batch, loss_fn
+        As in `fake_steps`.
+    autocast, checkpointed, fp32_layers, batch_size
+        As in `FakeSteps.step`.
+    """
+    with fake_steps(loop, batch, loss_fn) as steps:
+        return steps.step(autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers, batch_size=batch_size)
+
+
+@contextlib.contextmanager
+def fake_steps(
+    loop: LiveLoop,
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    verb: str = "predict_step",
+    measures: bool = True,
+    prepare: Callable[[nn.Module, Sequence[torch.optim.Optimizer]], None] | None = None,
+) -> Iterator[FakeSteps]:
+    """Predict steps of one model on one batch, for several settings.
+
+    Parameters
+    ----------
+    loop
+        Whose model, optimizers and settings; no step of its own may be in progress.
+    batch
+        ``(inputs, targets)``.
+    loss_fn
+        ``loss_fn(model(inputs), targets)``.
+    verb
+        What is being done, for messages.
+    measures
+        Whether a step that does not run on fake tensors is measured; else it raises `RunError`.
+    prepare
+        Called with the copies of model and optimizers, before they take a step.
+
+    Raises
+    ------
+    RunError
+        When the session has no optimizer or several models, a step is in progress, or the batch is no pair.
+    """
+    steps = FakeSteps(loop, batch, loss_fn, verb=verb, measures=measures, prepare=prepare)
+    try:
+        yield steps
+    finally:
+        steps.close()
+
+
+class FakeSteps:
+    """Predicts steps on fake tensors, and where they do not run so, measures real ones that are taken back; see `fake_steps`.
+
+    A predicted step is that of training that is under way: an optimizer without state gets one in a step before that does not
+    count, and layers know from a forward pass before what they have to keep. Nothing of the user's model, optimizers and
+    random states is changed, and no memory for a tensor is taken.
+    """
+
+    def __init__(
+        self,
+        loop: LiveLoop,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        verb: str,
+        measures: bool = True,
+        prepare: Callable[[nn.Module, Sequence[torch.optim.Optimizer]], None] | None = None,
+    ) -> None:
+        if loop.model is None or not loop.optimizers:
+            raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
+        model = check_idle(loop, verb)
+        self._batch = check_batch(batch, verb)
+        check_loss_fn(loss_fn, verb)
+        check_one_model(model, verb)
+        check_hooks(model, verb)
+        self._verb = verb
+        self._measures = measures
+        self._prepare = prepare
+        self._loop = loop
+        self._model: nn.Module | None = model
+        self._loss_fn: Callable[[Any, Any], torch.Tensor] | None = loss_fn
+        self._length = first_dimension(pytree.tree_leaves(self._batch))
+        self._training: FakeTraining | None = None
+        self._learned: set[str] = set()  # checkpointed layers whose first call is over
+        self.because: str | None = None
+        """Why steps are not predicted on fake tensors; None as long as they are."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of the batch that was given; None where nothing in it has a dimension."""
+        return self._length
+
+    def step(
+        self,
+        *,
+        autocast: AutocastName | None = None,
+        checkpointed: Iterable[str] | None = None,
+        fp32_layers: Iterable[str] | None = None,
+        batch_size: int | None = None,
+        limit_bytes: float = math.inf,
+    ) -> PredictedStep:
+        """One step.
+
+        Parameters
+        ----------
+        autocast
+            The format; None for the one in force.
+        checkpointed, fp32_layers
+            Names of layers, globs, or for the first a plan; exactly these are on. None for those in force.
+        batch_size
+            The first dimension of every tensor in the batch that is as long there as the batch; None for the batch as it is.
+            For a real step, rows of the batch are repeated.
+        limit_bytes
+            A real step that goes above it ends with a `MemoryBudgetError`, on a CPU.
+
+        Raises
+        ------
+        SettingsError
+            When the settings cannot be in force, or the batch size is none.
+        RunError
+            When the loss is none that a backward pass can begin from, or the real step cannot be profiled.
+        Exception
+            What the user's code raises in a real step.
+        """
+        model = self._open_model()
+        settings = settings_with(self._loop, model, autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers)
+        size = self._size(batch_size)
+        if self.because is None:
+            try:
+                return self._predict(settings, size)
+            except Exception as error:  # whatever it is: the real step has the last word
+                because = because_of(error)
+            self._training = None  # it was left in the middle of a step
+            try:
+                step = self._measure(model, settings, size, limit_bytes, because)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self.because = because
+                raise  # what the user is to see; else the next step may run on fake tensors
+            self.because = because
+            return step
+        return self._measure(model, settings, size, limit_bytes, self.because)
+
+    def close(self) -> None:
+        """Let go of the model and its copy, and of what it was given."""
+        self._model = self._training = self._prepare = None
+        self._batch, self._loss_fn = (None, None), None
+
+    # ---- private ----------------------------------------------------------------------------------------------------
+
+    def _predict(self, settings: Settings, size: int | None) -> PredictedStep:
+        with self._loop.set_aside(), Snapshot(nn.Module(), ()):  # of the random states alone
+            if self._training is None:
+                assert self._loss_fn is not None
+                self._training = FakeTraining(self._open_model(), self._loop.optimizers, self._loss_fn)
+                self._learned = set()
+                if self._prepare is not None:
+                    self._prepare(self._training.model, self._training.optimizers)
+            complete = self._follow(self._training, settings, size)
+        notes = (_NO_TIMES,)
+        profile = complete.record.profile(
+            label=describe_settings(settings), step=-1, device=str(self._loop.device), source=_SOURCE, notes=notes
+        )
+        layers = tuple(_without_times(layer) for layer in profile.layers)
+        return PredictedStep(
+            profile=dataclasses.replace(profile, layers=layers),
+            complete=complete,
+            obtained=PREDICTED,
+            settings=settings,
+            batch_size=self._length if size is None else size,
+        )
+
+    def _follow(self, training: FakeTraining, settings: Settings, size: int | None) -> CompleteStep:
+        device = self._loop.device
+        model, optimizers = training.model, training.optimizers
+        Checkpointing(model).apply(settings.checkpointed)
+        Fp32Layers(model).apply(settings.fp32_layers)
+        with training.active(), region("fp32", device.type):
+            step = TrainingStep(
+                model,
+                optimizers,
+                training.loss_fn,
+                settings,
+                device.type,
+                scaler=FakeScaler(device.type, init_scale=settings.start_scale, enabled=settings.scales_loss),
+                verb=self._verb,
+            )
+            if not all(optimizer.state for optimizer in optimizers):
+                step.run(*training.batch(self._batch, device, size))
+                training.keep_gradients()
+            elif not set(settings.checkpointed) <= self._learned:
+                with region(settings.autocast, device.type):
+                    model(training.batch(self._batch, device, size)[0])
+            self._learned.update(settings.checkpointed)
+            training.begin()
+            inputs, targets = training.batch(self._batch, device, size)
+            return followed(model, optimizers, lambda: step.run(inputs, targets), device)
+
+    def _measure(self, model: nn.Module, settings: Settings, size: int | None, limit_bytes: float, because: str) -> PredictedStep:
+        if not self._measures:
+            raise RunError(f"{self._verb}: the step cannot be predicted, because {because}")
+        assert self._loss_fn is not None
+        profile, complete = real_step(
+            self._loop,
+            model,
+            self._batch,
+            self._loss_fn,
+            settings,
+            batch_size=size,
+            limit_bytes=limit_bytes,
+            verb=self._verb,
+        )
+        return PredictedStep(
+            profile=profile,
+            complete=complete,
+            obtained=f"measured: one real step, because {because}",
+            settings=settings,
+            batch_size=self._length if size is None else size,
+        )
+
+    def _size(self, batch_size: int | None) -> int | None:
+        if batch_size is None or batch_size == self._length:
+            return None
+        if self._length is None:
+            raise SettingsError(f"batch_size: got {batch_size!r}, expected None, as the batch has no tensor with a dimension")
+        if type(batch_size) is not int or batch_size < 1:
+            raise SettingsError(f"batch_size: got {batch_size!r}, expected a whole number, at least 1")
+        return batch_size
+
+    def _open_model(self) -> nn.Module:
+        if self._model is None:
+            raise RunError(f"{self._verb}: these predictions were closed, expected a step within `with fake_steps(...)`")
+        return self._model
+
+
+def settings_with(
+    loop: LiveLoop, model: nn.Module, *, autocast: AutocastName | None, checkpointed: Any, fp32_layers: Iterable[str] | None
+) -> Settings:
+    """The settings in force with some replaced; names and globs are resolved.
+
+    Raises
+    ------
+    SettingsError
+        When they cannot be in force.
+    """
+    changes: dict[str, Any] = {}
+    if autocast is not None:
+        changes["autocast"] = autocast
+    if checkpointed is not None:
+        changes["checkpointed"] = Checkpointing(model).resolve(getattr(checkpointed, "layers", checkpointed))
+    if fp32_layers is not None:
+        changes["fp32_layers"] = Fp32Layers(model).resolve(fp32_layers)
+    settings = loop.settings.replace(**changes)
+    support = loop.support[settings.autocast]
+    if not support.available:
+        raise SettingsError(f"autocast: got {settings.autocast!r}, which {loop.device} does not have: {support.note}")
+    return settings
+
+
+def followed(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], run: Callable[[], None], device: torch.device
+) -> CompleteStep:
+    """Follow a step on fake tensors, as `CpuMeter` follows one on real tensors; times are NaN.
+
+    Raises
+    ------
+    RunError
+        When it was left before its end, or cannot be followed.
+    """
+    storages = LiveStorages({device, torch.device("cpu"), torch.device("meta")})  # fakes have their storage on meta
+    with torch._C.DisableTorchFunction():
+        storages.see(*state_of(model, optimizers))
+        tracker = _FakeTracker(model, optimizers, RecordedStorages(storages), _no_clock)
+    tracker.follows_values = True
+    because = tracker.start()
+    if because is not None:
+        tracker.stop()
+        raise RunError(because)
+    torch._C._push_on_torch_dispatch_stack(tracker)
+    try:
+        run()
+    finally:
+        left = tracker.leave()
+    if not left:
+        raise RunError("the step did not end on the thread where it began")
+    return _timeless(tracker, tracker.finish())
+
+
+def because_of(error: Exception) -> str:
+    """Why a step does not run on fake tensors, to follow "because"."""
+    if isinstance(error, UnfakeableError):
+        return str(error)
+    operator = getattr(error, "func", None)
+    if isinstance(error, DataDependentOutputException):
+        return f"the step asks for a number in a tensor ({operator}), and fake tensors have none"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the size of what {operator} gives depends on the numbers in a tensor, and fake tensors have none"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"torch has no fake of the operator {operator}"
+    lines = str(error).strip().splitlines()
+    return f"on fake tensors it raises {type(error).__name__}{f': {lines[0]}' if lines else ''}"
+
+
+_SOURCE = "predicted: live bytes of fake tensors, counted exactly after each op (dispatch mode)"
+_NO_TIMES = "predicted on fake tensors: nothing was computed, and times are not known"
+
+
+class _FakeTracker(StepTracker):
+    """Passes over what is asked of fakes alone."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # which would look for real tensors in what torch's modes do themselves
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+def _timeless(tracker: StepTracker, record: StepRecord) -> CompleteStep:
+    record = dataclasses.replace(
+        record,
+        points=[(math.nan, *point[1:]) for point in record.points],
+        forward_s=[math.nan] * len(record.forward_s),
+    )
+    return tracker.complete(record)
+
+
+def _without_times(layer: LayerProfile) -> LayerProfile:
+    return dataclasses.replace(layer, forward_s=math.nan, backward_s=math.nan, recompute_s=math.nan)

@@ -1,0 +1,383 @@
+"""From a memory budget to the layers to checkpoint: the cheapest set with which a step fits, verified by predicting that step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from amp_widgets.analysis.choice import Choice, ChosenBy, chosen_by
+from amp_widgets.analysis.corners import all_layers
+from amp_widgets.analysis.extra_time import ExtraTimes, extra_times
+from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
+from amp_widgets.analysis.peak_model import PeakModel, first_step_peak
+from amp_widgets.analysis.plan import CURVE, PLAN, Alternative, Plan, PlanPoint
+from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.settings import AutocastName
+from amp_widgets.errors import SettingsError
+
+Layers = tuple[str, ...]
+
+
+def plan(loop: LiveLoop, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> Plan:
+    """Choose the layers to checkpoint so that a step stays within a budget and takes as little longer as can be.
+
+    A step without checkpointing is predicted on fake tensors, with the other settings as they are in force. It tells what each
+    layer holds and when, and so what checkpointing it would change at each moment. The cheapest set that is within the budget
+    at all of them is looked for, and the step with that set is predicted, too: what is promised is the peak of that step, with
+    what the first one with these layers needs besides. Where it is above the budget, the search goes on with less. A set that
+    people would choose, such as all layers or every second, is taken instead if it fits and is cheaper.
+
+    Model, optimizers, random states and the settings in force are as before afterwards. Real forward and backward passes are run
+    to time the layers.
+
+    Parameters
+    ----------
+    loop
+        Whose model, optimizers and settings; no step of its own may be in progress.
+    budget_bytes
+        What a step may hold at a time, by the count of `profile_step`: tensors, without what the allocator adds.
+    batch
+        ``(inputs, targets)``.
+    loss_fn
+        ``loss_fn(model(inputs), targets)``.
+
+    Raises
+    ------
+    SettingsError
+        When the budget is no number of bytes above 0.
+    RunError
+        When the session has no optimizer or several models, a step is in progress, the model is compiled, the batch is no pair,
+        or the loss is none that a backward pass can begin from.
+    """
+    budget = _checked(budget_bytes)
+    with planning(loop, batch, loss_fn) as planner:
+        return planner.plan(budget)
+
+
+@contextlib.contextmanager
+def planning(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> Iterator[Planner]:
+    """Plan for several budgets: what is learned for one serves for the others, as long as the format in force is the same.
+
+    Parameters
+    ----------
+    loop, batch, loss_fn
+        As in `plan`.
+
+    Raises
+    ------
+    RunError
+        As `plan` does.
+    """
+    with fake_steps(loop, batch, loss_fn, verb="plan") as steps:
+        yield Planner(loop, steps, batch, loss_fn)
+
+
+_ATTEMPTS = 8
+"""Sets that are predicted until one fits."""
+_CURVE = (0.05, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85)
+"""Budgets of the curve, as shares of the way from the least peak to that with no layer checkpointed."""
+_SEARCH_S, _LEAST_S, _CURVE_S = 1.5, 1.0, 0.15
+"""For one choice."""
+_PREDICTING_S = 3.0
+"""So long after the beginning, peaks on which nothing depends are estimated and no longer predicted."""
+_LIKELY = 1.02
+"""A set whose estimate is above the budget by more than this factor is not tried."""
+_HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
+_BATCHES, _ALTERNATIVES_S = 5, 2.5
+"""Batch sizes that are tried; and when there is one that fits, no other after this time."""
+
+
+class Planner:
+    """Plans for one model and batch; made by `planning`."""
+
+    def __init__(self, loop: LiveLoop, steps: FakeSteps, batch: Any, loss_fn: Any) -> None:
+        self._loop = loop
+        self._steps = steps
+        self._batch = batch
+        self._loss_fn = loss_fn
+        self._learned_for: object = None
+        self._step_s = 0.0  # for predicting one
+        self._budget = math.nan
+        self._begun_s = 0.0
+
+    def plan(self, budget_bytes: float) -> Plan:
+        """The plan for a budget; see `plan`.
+
+        Raises
+        ------
+        SettingsError
+            When the budget is no number of bytes above 0.
+        RunError
+            As `plan` does.
+        """
+        self._budget = _checked(budget_bytes)
+        self._begun_s = time.perf_counter()
+        settings = self._loop.settings
+        if self._learned_for != (settings.autocast, settings.fp32_layers):
+            self._learn()
+            self._learned_for = settings.autocast, settings.fp32_layers
+        self._named["yours"] = settings.checkpointed
+        self._chosen_by: ChosenBy = chosen_by()
+        best = self._search()
+        by = self._chosen_by
+        if best is None:
+            least = self._least()
+            best = least if self._peaks[least] <= self._budget else None
+        if best is not None:
+            best = self._improved(best)
+        chosen = least if best is None else best
+        points = self._points(chosen)
+        return Plan(
+            layers=chosen,
+            budget_bytes=self._budget,
+            predicted_peak_bytes=self._peaks[chosen],
+            predicted_extra_seconds=self._cost_s(chosen),
+            autocast=settings.autocast,
+            fits=best is not None,
+            least_peak_bytes=min(self._peaks.values()) if best is None else min(point.peak_bytes for point in points),
+            obtained=self._obtained(),
+            chosen_by=by,
+            candidates=self._candidates,
+            points=points,
+            alternatives=self._alternatives(chosen) if best is None else (),
+        )
+
+    def _learn(self) -> None:
+        """Predict a step with no layer checkpointed, and time the layers."""
+        loop = self._loop
+        layers = loop.layers
+        self._order = {layer.name: at for at, layer in enumerate(layers)}
+        base = self._steps.step(checkpointed=())
+        self._peaks: dict[Layers, float] = {(): base.peak_bytes}
+        usable = [layer.name for layer in layers if layer.why_not is None and not layer.structural]
+        self._candidates = len(usable)
+        self._model = model = _model_of(base, usable)
+        everything = all_layers(layers)
+        times = extra_times(loop, self._batch, self._loss_fn, verb="plan", together=everything)
+        self._times: ExtraTimes = times.scaled(model.spared)
+        self._choice = Choice(
+            held_bytes=model.held_bytes,
+            change_bytes=model.change_bytes,
+            cost_s=np.array([self._cost_s([name]) for name in model.names]),
+            exclusive=model.nested(),
+        )
+        parts = [name for name in everything if name in model.names]
+        root = max(2, math.ceil(math.sqrt(len(parts))))
+        self._named: dict[str, Layers] = {
+            "none": (),
+            "all": everything,
+            "every second": tuple(parts[::2]),
+            "√n": tuple(part for at, part in enumerate(parts) if at % root),  # every √n-th keeps what it holds
+        }
+        self._least_known: Layers | None = None
+
+    # ---- sets of layers ---------------------------------------------------------------------------------------------
+
+    def _peak(self, names: Iterable[str]) -> float:
+        """Of the first step with these checkpointed: predicted, each set once."""
+        key = self._ordered(names)
+        if key not in self._peaks:
+            begun_s = time.perf_counter()
+            self._peaks[key] = _first_peak(self._steps.step(checkpointed=key))
+            self._step_s = time.perf_counter() - begun_s
+        return self._peaks[key]
+
+    def _estimate(self, names: Iterable[str]) -> float:
+        return self._model.peak_bytes(names)
+
+    def _cost_s(self, names: Iterable[str]) -> float:
+        """One inside another is computed again twice."""
+        return sum(self._times.cost_s(name, spared=self._model.spared(name)) for name in names)
+
+    def _ordered(self, names: Iterable[str]) -> Layers:
+        return tuple(sorted(names, key=lambda name: self._order.get(name, len(self._order))))
+
+    def _names(self, positions: Iterable[int]) -> Layers:
+        return self._ordered(self._model.names[at] for at in positions)
+
+    # ---- search -----------------------------------------------------------------------------------------------------
+
+    def _search(self) -> Layers | None:
+        """The cheapest set that is found to fit."""
+        if self._estimate(self._least_by_estimate()) > _LIKELY * self._budget:
+            return None
+        limit = self._budget
+        tried: list[frozenset[int]] = []
+        for _ in range(_ATTEMPTS):
+            found = self._cheapest(limit, tried, _SEARCH_S)
+            if found is None:
+                return None
+            names = self._names(found)
+            peak = self._peak(names)
+            if peak <= self._budget:
+                return names
+            tried.append(found)
+            # What it was estimated too low by now comes off, so that the next one is not above for the same reason.
+            limit = min(limit, self._budget - (peak - self._choice.peak_bytes(found)))
+        return None
+
+    def _cheapest(self, limit: float, without: Sequence[frozenset[int]], time_limit_s: float) -> frozenset[int] | None:
+        """The cheapest set by estimate; greedily where the solver finds none in time."""
+        self._chosen_by = chosen_by()
+        found = self._choice.cheapest(limit, without=without, time_limit_s=time_limit_s)
+        if found is None and (found := self._choice.greedily(limit, without=without)) is not None:
+            self._chosen_by = "greedy"
+        return found
+
+    def _least(self) -> Layers:
+        """About the set with the lowest peak: that of the sets that were predicted, with the one that is lowest by estimate."""
+        self._peak(self._least_by_estimate())
+        for names in self._named.values():
+            if self._estimate(names) <= _LIKELY * min(self._peaks.values()):
+                self._peak(names)
+        return min(self._peaks, key=lambda each: (self._peaks[each], self._cost_s(each)))
+
+    def _least_by_estimate(self) -> Layers:
+        if self._least_known is None:
+            self._least_known = self._names(self._choice.least(time_limit_s=_LEAST_S))
+        return self._least_known
+
+    def _improved(self, best: Layers) -> Layers:
+        """That set, or one that fits, too, and is cheaper."""
+        for names in (*self._named.values(), *self._prefixes(best)):
+            if self._cost_s(names) < self._cost_s(best) and self._estimate(names) <= _LIKELY * self._budget:
+                best = self._better(best, names)
+        # Where estimates are too high, some layer may not be needed.
+        excess = self._peaks[best] - self._estimate(best)
+        for name in sorted(best, key=lambda name: -self._cost_s([name])):
+            rest = tuple(other for other in best if other != name)
+            if self._estimate(rest) + min(0.0, excess) <= self._budget:
+                best = self._better(best, rest)
+        return best
+
+    def _better(self, best: Layers, names: Layers) -> Layers:
+        names = self._ordered(names)
+        return names if self._cost_s(names) < self._cost_s(best) and self._peak(names) <= self._budget else best
+
+    def _prefixes(self, best: Layers) -> list[Layers]:
+        """Those that save most for their cost, taken one after the other while that is cheaper than `best`: the longest first."""
+        limit, found, order = self._cost_s(best), [], self._choice.by_bytes_per_second()
+        for count in range(1, len(order) + 1):
+            names = self._names(order[:count])
+            if self._cost_s(names) >= limit:
+                break
+            found.append(names)
+        return found[: -_ATTEMPTS - 1 : -1]
+
+    # ---- points and alternatives ------------------------------------------------------------------------------------
+
+    def _points(self, chosen: Layers) -> tuple[PlanPoint, ...]:
+        named = {label: names for label, names in self._named.items() if names or label == "none"} | {PLAN: chosen}
+        least = self._least_by_estimate()
+        low, high = self._estimate(least), self._peaks[()]
+        curve: list[Layers] = [least]
+        for share in _CURVE if high > low else ():
+            found = self._cheapest(low + share * (high - low), (), _CURVE_S)
+            if found is not None:
+                curve.append(self._names(found))
+        known = {self._ordered(names) for names in named.values()}
+        points = [self._point(label, names) for label, names in named.items()]
+        return tuple(points + [self._point(CURVE, names) for names in dict.fromkeys(curve) if names not in known])
+
+    def _point(self, label: str, names: Layers) -> PlanPoint:
+        key = self._ordered(names)
+        passed_s = time.perf_counter() - self._begun_s
+        if key not in self._peaks and passed_s + self._step_s < _PREDICTING_S and self._steps.because is None:
+            self._peak(key)
+        predicted = key in self._peaks
+        peak = self._peaks[key] if predicted else self._estimate(key)
+        return PlanPoint(
+            label=label,
+            layers=key,
+            peak_bytes=peak,
+            extra_s=self._cost_s(key),
+            predicted=predicted,
+            fits=peak <= self._budget,
+        )
+
+    def _alternatives(self, least: Layers) -> tuple[Alternative, ...]:
+        """With the layers that need least: a format of half the size, and the largest batch that fits."""
+        found = []
+        half = [name for name in _HALF if self._loop.support[name].available]
+        if half and self._loop.settings.autocast == "fp32" and (peak := self._peak_of(least, autocast=half[0])) is not None:
+            changes = {"autocast": half[0], "checkpointed": least}
+            found.append(Alternative(label=half[0], changes=changes, batch_size=None, peak_bytes=peak, fits=peak <= self._budget))
+        batch = self._smaller_batch(least)
+        return tuple(found) if batch is None else (*found, batch)
+
+    def _smaller_batch(self, least: Layers) -> Alternative | None:
+        """The largest one that fits, among a few that are tried; else the smallest."""
+        size = self._steps.batch_size
+        if size is None or size < 2:
+            return None
+        begun_s = time.perf_counter()
+        peaks: dict[int, float] = {size: self._peaks[least]}
+        trying = size // 2
+        for _ in range(_BATCHES):
+            peak = self._peak_of(least, batch_size=trying)
+            if peak is None:
+                break
+            peaks[trying] = peak
+            fitting = max((each for each in peaks if peaks[each] <= self._budget), default=0)
+            above = min(each for each in peaks if peaks[each] > self._budget)
+            row_bytes = (peaks[above] - peaks[fitting or trying]) / max(above - (fitting or trying), 1)
+            start = fitting or above
+            guess = start + math.floor((self._budget - peaks[start]) / row_bytes) if row_bytes > 0 else fitting + 1
+            trying = min(max(guess, fitting + 1), above - 1)
+            if above - fitting < 2 or trying in peaks or (fitting and time.perf_counter() - begun_s > _ALTERNATIVES_S):
+                break
+        tried = [each for each in peaks if each != size]
+        if not tried:
+            return None
+        best = max((each for each in tried if peaks[each] <= self._budget), default=min(tried))
+        return Alternative(
+            label=f"batch {best}",
+            changes={"checkpointed": least},
+            batch_size=best,
+            peak_bytes=peaks[best],
+            fits=peaks[best] <= self._budget,
+        )
+
+    def _peak_of(self, layers: Layers, **other: Any) -> float | None:
+        """Of a step that is not the one in question; None where it cannot be run, as one with a batch of 1 often cannot."""
+        try:
+            return _first_peak(self._steps.step(checkpointed=layers, **other))
+        except Exception:  # the user's own code may raise anything with other sizes
+            return None
+
+    def _obtained(self) -> str:
+        count = len(self._peaks)
+        because = self._steps.because
+        if because is None:
+            peaks = f"Peaks: {count} step{'s' * (count > 1)} predicted on fake tensors"
+        else:
+            peaks = f"Peaks: {count} real step{'s' * (count > 1)}, measured and taken back, because {because}"
+        return f"{peaks}; estimates: by what each storage of the first of them holds, and when; times: {self._times.obtained}."
+
+
+def _model_of(base: PredictedStep, names: Sequence[str]) -> PeakModel:
+    if base.complete is None:
+        return PeakModel.of_profile(base.profile, names)
+    return PeakModel.of_step(base.complete, names)
+
+
+def _first_peak(step: PredictedStep) -> float:
+    """Of the first step with its layers checkpointed; predicted was one after it."""
+    return step.peak_bytes if step.complete is None else first_step_peak(step.complete, step.settings.checkpointed)
+
+
+def _checked(budget: object) -> float:
+    if not isinstance(budget, (bool, str, bytes)):
+        try:
+            number = float(budget)  # type: ignore[arg-type]  # of NumPy and torch, too
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            number = math.nan
+        if math.isfinite(number) and number > 0:
+            return number
+    raise SettingsError(f"budget_bytes: got {budget!r}, expected a number of bytes above 0, such as 8e9 for 8 GB")

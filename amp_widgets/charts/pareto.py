@@ -1,0 +1,349 @@
+"""Sets of checkpointed layers as points: the peak memory of a step against its extra time, with the budget as a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from amp_widgets.charts import look
+from amp_widgets.charts._extras import missing_extra
+from amp_widgets.charts.flags import CHARACTER_PX
+from amp_widgets.charts.label_places import Places
+from amp_widgets.charts.labels import escaped, shortened
+from amp_widgets.charts.look import Theme
+from amp_widgets.charts.peaks import memory_text
+
+try:
+    import plotly.graph_objects as go
+except ImportError as error:
+    raise missing_extra(error) from error
+
+HEIGHT_PX = 400
+TITLE_PX = 28
+MARGIN_PX = {"t": 62, "b": 58, "l": 76, "r": 34}
+ASSUMED_WIDTH_PX = 760
+"""A figure is as wide as its place; for the places of labels a width must be assumed."""
+MARKER_PX = 12
+HEADROOM = 1.12
+LABEL_CHARACTERS, LAYERS_SHOWN = 28, 6
+CURVE, PLAN = "curve", "plan"
+"""The labels of points that have no name, and of the plan."""
+SYMBOLS = {
+    "none": "circle",
+    "all": "square",
+    "every second": "triangle-up",
+    "√n": "triangle-down",
+    "yours": "star",
+    PLAN: "diamond",
+}
+"""By the label of a point; of several that fall together the last one is drawn, and all are named."""
+ORDER = (PLAN, "yours", "none", "all", "√n", "every second")
+"""Whose shape and colour a point has that several labels stand for."""
+
+
+class PointLike(Protocol):
+    """What is read of a set of layers; an ``amp_widgets.analysis.plan.PlanPoint`` is one."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def layers(self) -> Sequence[str]: ...
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def extra_s(self) -> float: ...
+    @property
+    def predicted(self) -> bool: ...
+
+
+class MeasuredLike(Protocol):
+    """What steps of the run came to with one of the sets.
+
+    Attributes
+    ----------
+    layers
+        Which set.
+    extra_s
+        What its median step takes more than with no layer checkpointed; NaN where that is not known.
+    steps
+        How many there were.
+    """
+
+    @property
+    def layers(self) -> Sequence[str]: ...
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def extra_s(self) -> float: ...
+    @property
+    def steps(self) -> int: ...
+
+
+def pareto_figure(
+    points: Sequence[PointLike],
+    *,
+    budget_bytes: float,
+    measured: Sequence[MeasuredLike] = (),
+    title: str | None = None,
+    theme: Theme = "light",
+) -> go.Figure:
+    """Peak bytes against extra seconds: a labelled point for each named set, and the curve of those that nothing beats.
+
+    Parameters
+    ----------
+    points
+        Named sets, and those of the curve.
+    budget_bytes
+        Where the line is drawn.
+    measured
+        Of those of the sets that steps of the run had in force, each set at most once.
+    title
+        In place of the sentence about what is shown; ``""`` for none. Escaped.
+    theme
+        ``"light"`` or ``"dark"``.
+
+    Returns
+    -------
+    plotly.graph_objects.Figure
+        x is in milliseconds, y in bytes. The traces' ``meta`` has their ``part``: ``"curve"``, ``"point"`` with the labels it
+        stands for, or ``"measured"`` with the same labels.
+    """
+    colours = look.COLOURS[theme]
+    found = _together([point for point in points if math.isfinite(point.peak_bytes) and math.isfinite(point.extra_s)])
+    sets = {frozenset(together[0].layers) for together in found}
+    at = {layers: one for one in measured if (layers := frozenset(one.layers)) in sets and math.isfinite(one.peak_bytes)}
+    scale = _Scale(found, list(at.values()), budget_bytes)
+    layout = _layout(colours, scale)
+    traces = [_curve(found, colours), *_points(found, at, scale, colours)]
+    words = pareto_sentence(points, budget_bytes=budget_bytes) if title is None else title
+    if words:
+        layout["title"]["text"] = f"<b>{escaped(words)}</b>"
+    else:
+        layout["margin"]["t"] -= TITLE_PX
+        layout["height"] -= TITLE_PX
+    layout["shapes"], layout["annotations"] = _budget_line(budget_bytes, colours)
+    return go.Figure(traces, layout | {"template": go.layout.Template()})
+
+
+def pareto_sentence(points: Sequence[PointLike], *, budget_bytes: float) -> str:
+    """What the figure shows, in words. Not escaped."""
+    plan = next((point for point in points if point.label == PLAN), None)
+    if plan is None:
+        return f"Peak memory and extra time, with a budget of {memory_text(budget_bytes)}"
+    above = "" if plan.peak_bytes <= budget_bytes else ", which is above"
+    return (
+        f"The plan: {memory_text(plan.peak_bytes)} for {_milliseconds(plan.extra_s)} more a step{above}; "
+        f"budget {memory_text(budget_bytes)}"
+    )
+
+
+Together = list[PointLike]
+"""Points of one set of layers: they fall together."""
+
+
+def _together(points: Sequence[PointLike]) -> list[Together]:
+    found: dict[frozenset[str], Together] = {}
+    for point in points:
+        found.setdefault(frozenset(point.layers), []).append(point)
+    return list(found.values())
+
+
+def _names(together: Together) -> list[str]:
+    return [point.label for point in together if point.label != CURVE]
+
+
+class _Scale:
+    """The axes, and where on the plot a point is."""
+
+    def __init__(self, found: Sequence[Together], measured: Sequence[MeasuredLike], budget_bytes: float) -> None:
+        times_ms = [1e3 * one[0].extra_s for one in found]
+        times_ms += [1e3 * one.extra_s for one in measured if math.isfinite(one.extra_s)]
+        low, high = min([*times_ms, 0.0]), max([*times_ms, 0.0])
+        room = (high - low) or 1.0
+        self.x = (low - 0.06 * room, high + (HEADROOM - 1) * room)
+        peaks = [one[0].peak_bytes for one in found] + [one.peak_bytes for one in measured]
+        highest = max(peaks, default=0.0) or budget_bytes
+        self.y = (0.0, HEADROOM * max(highest, min(budget_bytes, 1.25 * highest)))
+
+    def pixels(self, extra_s: float, peak_bytes: float) -> tuple[float, float]:
+        """From the left, and from the top."""
+        across = (1e3 * extra_s - self.x[0]) / (self.x[1] - self.x[0])
+        return across * _WIDTH_PX, (1 - (peak_bytes - self.y[0]) / (self.y[1] - self.y[0])) * _PLOT_PX
+
+
+_WIDTH_PX = ASSUMED_WIDTH_PX - MARGIN_PX["l"] - MARGIN_PX["r"]
+_PLOT_PX = HEIGHT_PX - MARGIN_PX["t"] - MARGIN_PX["b"]
+_GAP_PX = MARKER_PX / 2 + 3
+
+
+def _curve(found: Sequence[Together], colours: look.Colours) -> dict[str, Any]:
+    """The sets that no other beats in both, the cheapest first; between two, what the cheaper one needs."""
+    front: list[PointLike] = []
+    for one in sorted((together[0] for together in found), key=lambda point: (point.extra_s, point.peak_bytes)):
+        if not front or one.peak_bytes < front[-1].peak_bytes:
+            front.append(one)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "cheapest sets of layers",
+        "x": [1e3 * point.extra_s for point in front],
+        "y": [point.peak_bytes for point in front],
+        "line": {"color": colours.allocated, "width": 1.5, "shape": "hv"},
+        "marker": {"size": 5, "color": colours.allocated},
+        "text": [_hover([point]) for point in front],
+        "hovertemplate": "%{text}<extra></extra>",
+        "meta": {"part": "curve"},
+    }
+
+
+def _points(
+    found: Sequence[Together], measured: dict[frozenset[str], MeasuredLike], scale: _Scale, colours: look.Colours
+) -> list[dict[str, Any]]:
+    """The sets with names, then what was measured of them."""
+    named = [together for together in found if _names(together)]
+    places = Places(_WIDTH_PX, _PLOT_PX, _GAP_PX)
+    for together in found:
+        places.take_point(*scale.pixels(together[0].extra_s, together[0].peak_bytes), weight=3.0 if _names(together) else 0.3)
+    for layers, one in measured.items():
+        places.take_point(*scale.pixels(_measured_x(layers, one, found), one.peak_bytes), weight=2.0)
+    traces = []
+    for together in sorted(named, key=lambda one: min(ORDER.index(name) if name in ORDER else 99 for name in _names(one))):
+        names = sorted(_names(together), key=lambda name: ORDER.index(name) if name in ORDER else 99)
+        first = together[0]
+        text = shortened(", ".join(names), LABEL_CHARACTERS)
+        place = places.put(*scale.pixels(first.extra_s, first.peak_bytes), CHARACTER_PX * len(text))
+        is_plan = PLAN in names
+        colour = colours.peak if is_plan else colours.text
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers+text",
+                "name": escaped(text),
+                "x": [1e3 * first.extra_s],
+                "y": [first.peak_bytes],
+                "text": [f"<b>{escaped(text)}</b>" if is_plan else escaped(text)],
+                "textposition": place,
+                "textfont": {"color": colours.text, "size": 12},
+                "cliponaxis": False,
+                "marker": {
+                    "symbol": SYMBOLS.get(names[0], "hexagon"),
+                    "size": MARKER_PX + 3 if is_plan else MARKER_PX,
+                    "color": colour,
+                    "line": {"width": 1.5, "color": colours.background},
+                },
+                "hovertemplate": f"{_hover(together)}<extra></extra>",
+                "showlegend": False,
+                "meta": {"part": "point", "labels": names},
+            }
+        )
+    traces.reverse()  # the plan is drawn last, on top
+    for layers, one in measured.items():
+        together = next(each for each in found if frozenset(each[0].layers) == layers)
+        traces.append(_measurement(together, one, colours, first=not any(t["meta"]["part"] == "measured" for t in traces)))
+    return traces
+
+
+def _measured_x(layers: frozenset[str], one: MeasuredLike, found: Sequence[Together]) -> float:
+    """Where its time is not known it is drawn above or below what was predicted."""
+    if math.isfinite(one.extra_s):
+        return one.extra_s
+    return next(each[0].extra_s for each in found if frozenset(each[0].layers) == layers)
+
+
+def _measurement(together: Together, one: MeasuredLike, colours: look.Colours, *, first: bool) -> dict[str, Any]:
+    """A cross, and a line to it from what was predicted."""
+    predicted = together[0]
+    names = _names(together) or ["a set of the curve"]
+    x_s = _measured_x(frozenset(predicted.layers), one, [together])
+    time = f"{_milliseconds(one.extra_s)} more a step" if math.isfinite(one.extra_s) else "its extra time is not known"
+    hover = [
+        f"<b>{escaped(', '.join(names))}, measured</b>",
+        f"peak {memory_text(one.peak_bytes)}, predicted {memory_text(predicted.peak_bytes)}",
+        f"{time}, predicted {_milliseconds(predicted.extra_s)}",
+        f"{one.steps:,} step{'s' * (one.steps != 1)} of the run",
+    ]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "measured",
+        "x": [1e3 * predicted.extra_s, 1e3 * x_s],
+        "y": [predicted.peak_bytes, one.peak_bytes],
+        "line": {"color": colours.scale, "width": 1, "dash": "dot"},
+        "marker": {
+            "symbol": ["circle", "x-thin-open"],
+            "size": [0, MARKER_PX],
+            "color": colours.scale,
+            "line": {"width": 3, "color": colours.scale},
+        },
+        "cliponaxis": False,
+        "hovertemplate": ["<extra></extra>", f"{'<br>'.join(hover)}<extra></extra>".replace("%{", "%&#123;")],
+        "legendgroup": "measured",
+        "showlegend": first,
+        "meta": {"part": "measured", "labels": names},
+    }
+
+
+def _hover(together: Together) -> str:
+    """What is read on pointing. Escaped, also from what a template would fill in."""
+    point = together[0]
+    count = len(point.layers)
+    names = [shortened(name, LABEL_CHARACTERS) for name in point.layers[:LAYERS_SHOWN]]
+    more = [f"and {count - LAYERS_SHOWN} more"] if count > LAYERS_SHOWN else []
+    lines = [
+        f"<b>{escaped(', '.join(_names(together)) or 'cheapest at this peak')}</b>",
+        f"peak {memory_text(point.peak_bytes)}, {'predicted' if point.predicted else 'an estimate'}",
+        f"{_milliseconds(point.extra_s)} more a step, predicted",
+        f"{count} layer{'s' * (count != 1)} checkpointed",
+        *map(escaped, [*names, *more]),
+    ]
+    return "<br>".join(lines).replace("%{", "%&#123;")
+
+
+def _layout(colours: look.Colours, scale: _Scale) -> dict[str, Any]:
+    axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "automargin": False}
+    return {
+        "height": HEIGHT_PX,
+        "margin": dict(MARGIN_PX),
+        "paper_bgcolor": colours.background,
+        "plot_bgcolor": colours.background,
+        "font": {"color": colours.text, "size": 12},
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text, "size": 12}},
+        "modebar": {
+            "orientation": "v", "remove": list(look.UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)",
+            "color": colours.muted, "activecolor": colours.text,
+        },
+        "title": {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}, "font": {"size": 15}},
+        "showlegend": True,
+        "legend": {
+            "orientation": "h", "x": 0, "xanchor": "left", "y": 1 + 3 / _PLOT_PX, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)",
+            "font": {"size": 12}, "itemclick": False, "itemdoubleclick": False,
+        },
+        "xaxis": axis
+        | {
+            "range": list(scale.x), "tickformat": "~g",
+            "title": {"text": "extra time a step, milliseconds", "font": {"size": 12}, "standoff": 8},
+        },
+        "yaxis": axis
+        | {
+            "range": list(scale.y), "tickformat": "~s", "ticksuffix": "B",
+            "title": {"text": "peak memory", "font": {"size": 12}, "standoff": 4},
+        },
+    }  # fmt: skip
+
+
+def _budget_line(budget_bytes: float, colours: look.Colours) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    line = {
+        "type": "line", "layer": "below", "xref": "paper", "x0": 0, "x1": 1, "yref": "y", "y0": budget_bytes, "y1": budget_bytes,
+        "line": {"width": 1.5, "dash": "dash", "color": colours.alarm}, "name": "budget",
+    }  # fmt: skip
+    text = {
+        "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": budget_bytes, "yanchor": "bottom", "showarrow": False,
+        "text": f"budget {memory_text(budget_bytes)}", "font": {"size": 12, "color": colours.alarm}, "name": "budget",
+    }  # fmt: skip
+    return [line], [text]
+
+
+def _milliseconds(duration_s: float) -> str:
+    return f"{1e3 * duration_s:.3g} ms" if duration_s < 0.9995 else f"{duration_s:.3g} s"

@@ -1,0 +1,278 @@
+"""A memory budget, the plan for it, and how to use that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import traitlets
+
+from amp_widgets.analysis.plan import Alternative, Plan
+from amp_widgets.core.memory.budget import typed_size
+from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.settings import Settings
+from amp_widgets.errors import SettingsError
+from amp_widgets.widgets.control import Control, page_script, page_style
+from amp_widgets.widgets.plan_state import MeasuredPoint, PlanState, came_true_text, measured_points
+from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.text import not_done_text
+
+EXPLAINED = (
+    "A budget says how much memory a step may hold at a time. Proposed are the layers to checkpoint that keep a step within it and "
+    "take the least extra time, in the format in force. A step on the newest batch is followed on tensors that have shapes and no "
+    "numbers, so that nothing is allocated for it; that tells what each layer holds and when, and so what checkpointing it would "
+    "change at each moment. How long a layer takes is timed in a few real forward passes. Of all sets the cheapest that fits is "
+    "looked for, and the step with that one is predicted, too. The run waits a few seconds meanwhile, and all is as before "
+    "afterwards. The curve shows what each budget would cost; a cross is what steps of the run came to."
+)
+EXAMPLE = (
+    "In the text demo: press Start, then Propose a plan for the budget that is filled in. Without checkpointing a step holds "
+    "124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside each other. "
+    "Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
+)
+SUGGESTED = 0.6
+"""Of the peak of the newest step: the budget that is filled in where nobody has said one."""
+
+
+class PlanControl(Control):
+    """Asks with ``command("plan", budget_bytes=…)``, and with ``request(checkpointed=…)`` for the layers of a plan.
+
+    `show` shows how the plan stands, `render` what is in force; neither sends anything when it is what is shown.
+
+    Parameters
+    ----------
+    command
+        Called for plans.
+    request
+        Called for settings, as by every control.
+    on_budget
+        Called when the budget is another one.
+    state, dashboard
+        What to show first.
+    """
+
+    _esm = page_script("plan_control", "plain_table")
+    _css = page_style("plan_panel")
+
+    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
+    example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    budget_bytes = traitlets.Float(0.0, help="0: none was said.").tag(sync=True)
+    budget_text = traitlets.Unicode().tag(sync=True)
+    budget_error = traitlets.Unicode().tag(sync=True)
+    range: traitlets.List[Any] = traitlets.List(
+        help="The least possible peak and that of none, with texts; empty: not known."
+    ).tag(sync=True)
+    why_no_batch = traitlets.Unicode().tag(sync=True)
+    pending = traitlets.Bool(False).tag(sync=True)
+    why_not = traitlets.Unicode().tag(sync=True)
+    caption = traitlets.Unicode(help="When it was planned.").tag(sync=True)
+    sentence = traitlets.Unicode(help="Of the plan.").tag(sync=True)
+    fits = traitlets.Bool(True).tag(sync=True)
+    layers: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    use = traitlets.Unicode(help="Whether its layers are requested or in force.").tag(sync=True)
+    measured = traitlets.Unicode(help="What came true of it.").tag(sync=True)
+    stale = traitlets.Unicode(help="What has changed since.").tag(sync=True)
+    alternatives: traitlets.List[Any] = traitlets.List(help="Of each what `_alternative` says.").tag(sync=True)
+    rows: traitlets.List[Any] = traitlets.List(help="Of the sets on the curve; the first are the headings.").tag(sync=True)
+    obtained = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self,
+        command: Callable[..., None],
+        request: Callable[..., None],
+        on_budget: Callable[[], None] = lambda: None,
+        state: PlanState | None = None,
+        dashboard: DashboardState | None = None,
+    ) -> None:
+        self._command = command
+        self._on_budget = on_budget
+        self._state = PlanState() if state is None else state
+        self._plan: Plan | None = None
+        self._dashboard: DashboardState | None = None
+        self._said = False  # whether somebody has said a budget
+        super().__init__(request, dashboard)
+        self.show(self._state)
+
+    def show(self, state: PlanState) -> None:
+        """Show this; nothing is sent when it is what is shown."""
+        self._state = state
+        values: dict[str, Any] = {}
+        plan, inspection = state.newest, state.plan
+        if plan is not self._plan:
+            self._plan = plan
+            values = _plan_traits(plan)
+            if plan is not None and not inspection.pending:
+                self._said = True
+                values |= _budget_traits(plan.budget_bytes)
+        values |= {
+            "pending": inspection.pending,
+            "why_not": "" if inspection.why_not is None else not_done_text("plan", inspection.why_not),
+            "why_no_batch": "" if state.why_no_batch is None else f"To plan, {state.why_no_batch}.",
+            "caption": "" if plan is None else f"Planned before step {inspection.step:,}",
+            **self._suggestion(),
+            **self._uses(),
+        }
+        self._put(values)
+
+    @property
+    def points(self) -> tuple[MeasuredPoint, ...]:
+        """What was measured of the sets on the curve of the plan."""
+        kept = () if self._dashboard is None else self._dashboard.settings.fp32_layers
+        return () if self._plan is None else measured_points(self._plan, self._state.measured, kept)
+
+    def close(self) -> None:
+        """Close it, and forget whom it asks and what it showed."""
+        self._command = self._on_budget = _nobody
+        self._plan = self._dashboard = None
+        self._state = PlanState()
+        super().close()
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        self._dashboard = state
+        return {**self._suggestion(), **self._uses()}
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"propose": True, "text": str(text)}:
+                if self._set_budget(text):
+                    self._propose()
+            case {"text": str(text)}:
+                if self._set_budget(text) and self._plan is not None:
+                    self._propose()
+            case {"budget": int() | float() as budget} if self.range and math.isfinite(budget) and budget > 0:
+                self._set_budget(memory_text(float(budget)))
+                self._propose()
+            case {"use": True}:
+                if self._plan is not None and self.use == "":
+                    self._request(checkpointed=self._plan.layers)
+            case {"alternative": int(position)}:
+                offered = () if self._plan is None else self._plan.alternatives
+                if 0 <= position < len(offered) and self.alternatives[position]["use"] == "":
+                    self._request(**offered[position].changes)
+
+    def _propose(self) -> None:
+        if not self.why_no_batch and self.budget_bytes:
+            self._command("plan", budget_bytes=self.budget_bytes)
+
+    def _set_budget(self, text: str) -> bool:
+        """Whether it is one."""
+        if text.strip() == self.budget_text and self.budget_bytes:
+            self._put({"budget_error": ""})
+            return True
+        try:
+            found = typed_size(text)
+            if found is None or not (math.isfinite(found) and found > 0):
+                raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
+        except SettingsError as error:
+            self._put({"budget_error": f"Budget: {error}"})
+            return False
+        self._said = True
+        self._put(_budget_traits(found))
+        self._on_budget()
+        return True
+
+    def _suggestion(self) -> dict[str, Any]:
+        """A budget for a start, as long as nobody has said one."""
+        if self._said or self.budget_bytes:
+            return {}
+        peak = math.nan if self._dashboard is None else self._dashboard.peak_bytes
+        found = self._state.budget_bytes if self._state.budget_bytes is not None else _two_digits(SUGGESTED * peak)
+        return _budget_traits(found) if found > 0 else {}
+
+    def _uses(self) -> dict[str, Any]:
+        plan, dashboard = self._plan, self._dashboard
+        if plan is None or dashboard is None:
+            return {"use": "", "measured": "", "stale": "", "alternatives": []}
+        settings, waiting = dashboard.settings, dashboard.waiting
+        names = {name: value for name, value in waiting.items() if name in ("autocast", "checkpointed")}
+        wanted = settings.replace(**names) if names else settings
+        stale = ""
+        if settings.autocast != plan.autocast:
+            stale = f"This was planned for {plan.autocast}, and {settings.autocast} is in force now: propose a plan again"
+        points = self.points
+        use = _use({"checkpointed": plan.layers}, settings, wanted)
+        measured = came_true_text(
+            points,
+            plan.layers,
+            predicted_bytes=plan.predicted_peak_bytes,
+            extra_s=plan.predicted_extra_seconds,
+            budget_bytes=plan.budget_bytes,
+        )
+        if not measured and use == "in force" and not stale:
+            measured = "What is measured stands here after the next step"
+        return {
+            "use": use,
+            "measured": measured,
+            "stale": stale,
+            "alternatives": [self._alternative(each, settings, wanted, plan) for each in plan.alternatives],
+        }
+
+    def _alternative(self, one: Alternative, settings: Settings, wanted: Settings, plan: Plan) -> dict[str, Any]:
+        """Texts, and whether it is requested or in force; that is None for what is no setting."""
+        fits = "fits" if one.fits else "is still above the budget"
+        count = len(one.changes.get("checkpointed", ()))
+        layers = f" with {count} layer{'s' * (count != 1)} checkpointed" if count else ""
+        if one.batch_size is not None:
+            text = f"{one.label}{layers}: predicted {memory_text(one.peak_bytes)}, which {fits}. Change it in your data loader"
+            return {"text": text, "label": one.label, "use": None}
+        autocast = str(one.changes.get("autocast", plan.autocast))
+        measured = [
+            each
+            for each in self._state.measured
+            if each.autocast == autocast and set(each.layers) == set(one.changes.get("checkpointed", plan.layers))
+        ]
+        came = f", measured {memory_text(measured[-1].peak_bytes)}" if measured and measured[-1].peak_bytes > 0 else ""
+        text = f"{one.label}{layers}: predicted {memory_text(one.peak_bytes)}{came}, which {fits}"
+        return {"text": text, "label": one.label, "use": _use(one.changes, settings, wanted)}
+
+    def __repr__(self) -> str:
+        return f"<amp_widgets plan control: {self.sentence or 'nothing planned yet'}>"
+
+
+def _plan_traits(plan: Plan | None) -> dict[str, Any]:
+    if plan is None:
+        return {"sentence": "", "layers": [], "fits": True, "rows": [], "obtained": "", "range": []}
+    sentence = str(plan)
+    return {
+        "sentence": sentence[:1].upper() + sentence[1:],
+        "layers": list(plan.layers),
+        "fits": plan.fits,
+        "rows": [list(row) for row in plan.to_table()],
+        "obtained": f"Chosen by: {plan.chosen_by}. {plan.obtained}",
+        "range": _range(plan),
+    }
+
+
+def _range(plan: Plan) -> list[Any]:
+    """From the least peak that was found to that of none."""
+    none = next((point.peak_bytes for point in plan.points if not point.layers), math.nan)
+    least = plan.least_peak_bytes
+    return [least, none, memory_text(least), memory_text(none)] if none > least > 0 else []
+
+
+def _budget_traits(budget_bytes: float) -> dict[str, Any]:
+    return {"budget_bytes": float(budget_bytes), "budget_text": memory_text(budget_bytes), "budget_error": ""}
+
+
+def _use(changes: Mapping[str, Any], settings: Settings, wanted: Settings) -> str:
+    def is_of(one: Settings) -> bool:
+        return all(_same(getattr(one, name), value) for name, value in changes.items())
+
+    if is_of(wanted):
+        return "in force" if is_of(settings) else "requested"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, Sequence):
+        return set(one) == set(other)
+    return bool(one == other)
+
+
+def _two_digits(number: float) -> float:
+    return float(f"{number:.1e}") if math.isfinite(number) else math.nan
+
+
+def _nobody(*_args: object, **_values: object) -> None:
+    """Nobody is asked after `close`."""

@@ -1,0 +1,290 @@
+"""The largest batch that fits: exact to one row, and confirmed by a real step that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_widgets.analysis import batch_size as module
+from amp_widgets.analysis.batch_size import BatchSize, confirm, max_batch_size
+from amp_widgets.analysis.fake_step import PREDICTED, fake_steps
+from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.session import AmpSession
+from tests.analysis.six_nets import NETS, Bench, mlp, recurrent, resnet
+
+Untouched = Callable[[AmpSession], contextlib.AbstractContextManager[None]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def session(bench: Bench) -> Iterator[AmpSession]:
+    with AmpSession(bench.model, bench.optimizers) as made:
+        yield made
+
+
+def rows(value: Any, size: int) -> Any:
+    if isinstance(value, Tensor):
+        taken = value[torch.arange(size) % len(value)]
+        return taken.to(memory_format=torch.channels_last) if value.ndim == 4 and not value.is_contiguous() else taken
+    return {key: rows(inner, size) for key, inner in value.items()}
+
+
+def narrow(*layers: nn.Module) -> Bench:
+    model = nn.Sequential(nn.Linear(4, 4), *layers)
+    return Bench(model, [torch.optim.SGD(model.parameters(), lr=0.1)], (torch.randn(4, 4), torch.randn(4, 4)), F.mse_loss)
+
+
+def live_tensors() -> int:
+    """Bytes of the storages that Python can see."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.7, 4.0])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("mlp", {}), ("resnet", {"autocast": "bf16"}), ("two_inputs", {"checkpointed": ["image", "text"]})],
+)
+def test_a_real_step_fits_with_this_size_and_not_with_one_row_more(name: str, settings: dict[str, Any], factor: float) -> None:
+    bench = NETS[name]()
+    with session(bench) as ours:
+        with fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+            budget = factor * steps.step(**settings).peak_bytes
+            found = max_batch_size(steps, budget, **settings)
+        assert found.obtained == PREDICTED
+        assert not found.capped
+        assert found.settings.autocast == settings.get("autocast", "fp32")
+        if settings:
+            ours.request(**settings)
+            ours.apply_pending()
+        peaks = []
+        for size in (found.size, found.size + 1):
+            batch = (rows(bench.batch[0], size), rows(bench.batch[1], size))
+            ours.profile_step(batch, bench.loss_fn)
+            peaks.append(ours.profile_step(batch, bench.loss_fn).peak_bytes)
+    assert peaks == [found.tried[found.size], found.tried[found.size + 1]]
+    assert found.predicted_peak_bytes == peaks[0] <= budget < peaks[1]
+    assert len(found.tried) <= 10
+
+
+class Line:
+    """Stands for predictions: peaks by a formula."""
+
+    batch_size = 16
+
+    def __init__(self, peak: Callable[[int], float]) -> None:
+        self.peak = peak
+        self.asked: list[int] = []
+
+    def step(self, *, batch_size: int, **settings: Any) -> Any:
+        self.asked.append(batch_size)
+        step = type("Step", (), {})()
+        step.peak_bytes, step.settings, step.obtained = self.peak(batch_size), None, PREDICTED
+        return step
+
+
+@pytest.mark.parametrize("budget", [*range(1000, 20_000, 1937), 10**5, 10**6])
+@pytest.mark.parametrize(
+    ("peak", "most"),
+    [
+        (lambda size: 500 + 3 * size, 6),
+        (lambda size: max(3000, 10 * size, 50 * size - 20_000), 14),
+        (lambda size: 900 + size * size / 7, 14),
+        (lambda size: 64 * math.ceil(size / 8) + 100 * math.ceil(size / 100), 20),
+        (lambda size: 2000 if size < 300 else 4 * size + 2000, 40),
+    ],
+    ids=["line", "kinks", "square", "stairs", "jump"],
+)
+def test_any_peak_that_grows_is_searched_to_the_last_row_in_few_steps(
+    peak: Callable[[int], float], most: int, budget: int
+) -> None:
+    line: Any = Line(peak)
+    found = max_batch_size(line, budget, at_most=20_000)
+    fitting = [size for size in range(1, 20_001) if peak(size) <= budget]
+    assert found.size == (fitting[-1] if fitting else 0)
+    assert found.capped == (found.size == 20_000)
+    assert len(line.asked) == len(set(line.asked))
+    assert len(line.asked) <= most
+
+
+def test_where_no_row_fits_it_says_what_one_row_needs() -> None:
+    bench = mlp()
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        found = max_batch_size(steps, 10_000)
+        one = steps.step(batch_size=1).peak_bytes
+    assert (found.size, found.predicted_peak_bytes) == (0, one)
+    assert "no batch fits into 10.0 kB; 1 needs" in str(found)
+
+
+def test_sizes_at_which_the_model_does_not_run_are_no_answer() -> None:
+    bench = narrow(nn.BatchNorm1d(4))
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        least = steps.step(batch_size=2).peak_bytes
+        assert max_batch_size(steps, least).size == 2
+        assert max_batch_size(steps, least - 1).size == 0  # one row does not run
+        assert max_batch_size(steps, least - 1).predicted_peak_bytes == least
+
+
+def test_larger_ones_than_asked_for_are_not_looked_at() -> None:
+    bench = narrow()
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        found = max_batch_size(steps, 1e12, at_most=1000)
+    assert (found.size, found.capped) == (1000, True)
+    assert "batch at least 1000 fits" in str(found)
+
+
+def test_what_cannot_be_predicted_is_measured_under_the_budget() -> None:
+    bench = recurrent()
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        budget = 1.5 * steps.step().peak_bytes
+        found = max_batch_size(steps, budget)
+        assert found.obtained.startswith("measured: one real step, because")
+        assert math.isinf(found.tried[found.size + 1])
+        assert found.size > 6
+        batch = (rows(bench.batch[0], found.size), rows(bench.batch[1], found.size))
+        assert ours.profile_step(batch, bench.loss_fn).peak_bytes == found.predicted_peak_bytes <= budget
+
+
+def test_what_cannot_be_asked_for_is_refused() -> None:
+    bench = narrow()
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        for wrong in (0, -1, math.nan, math.inf, "8 GB", True):
+            with pytest.raises(SettingsError, match="budget_bytes: got"):
+                max_batch_size(steps, wrong)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match="at_most: got 0"):
+            max_batch_size(steps, 1e6, at_most=0)
+        with pytest.raises(SettingsError, match="batch_size: got 0"):
+            confirm(ours, bench.batch, bench.loss_fn, batch_size=0)
+    line: Any = Line(lambda size: size)
+    line.batch_size = None
+    with pytest.raises(SettingsError, match="no tensor with a dimension"):
+        max_batch_size(line, 1e6)
+
+
+# ---- confirmed -------------------------------------------------------------------------------------------------------
+
+
+def test_confirmed_it_is_what_was_predicted(untouched: Untouched) -> None:
+    bench = resnet()
+    with session(bench) as ours:
+        with fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+            predicted = max_batch_size(steps, 3e6, autocast="bf16", checkpointed=["3"])
+        with untouched(ours):
+            real = confirm(
+                ours, bench.batch, bench.loss_fn, batch_size=predicted.size, autocast="bf16", checkpointed=["3"], budget_bytes=3e6
+            )
+            more = confirm(
+                ours,
+                bench.batch,
+                bench.loss_fn,
+                batch_size=predicted.size + 1,
+                autocast="bf16",
+                checkpointed=["3"],
+                budget_bytes=3e6,
+            )
+        assert real.fits
+        assert real.peak_bytes == predicted.predicted_peak_bytes
+        assert not more.fits
+        assert more.out_of_memory is not None
+        assert math.isnan(more.peak_bytes)
+        assert "out of memory" in str(more)
+        assert "(measured: one real step)" in str(real)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.6, 0.9, 0.99])
+def test_after_memory_has_run_out_all_is_free_and_training_goes_on(share: float, untouched: Untouched) -> None:
+    """In the forward pass, in the backward pass, and in the optimizer's step."""
+    bench = NETS["gpt"]()
+    with session(bench) as ours:
+        peak = confirm(ours, bench.batch, bench.loss_fn, batch_size=64).peak_bytes
+        before = live_tensors()
+        with untouched(ours):
+            ended = confirm(ours, bench.batch, bench.loss_fn, batch_size=64, budget_bytes=share * peak)
+        assert ended.out_of_memory is not None
+        assert live_tensors() == before
+        assert ours.out_of_memory is None  # nothing of the run's
+        (optimizer,) = bench.optimizers
+        for _ in range(2):
+            optimizer.zero_grad()
+            with ours.autocast():
+                loss = bench.loss_fn(bench.model(bench.batch[0]), bench.batch[1])
+            ours.scaler.scale(loss).backward()
+            ours.scaler.step(optimizer)
+            ours.scaler.update()
+        assert len(ours.history) == 2
+        assert confirm(ours, bench.batch, bench.loss_fn, batch_size=64).peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+def test_an_allocator_that_refuses_is_out_of_memory_too(untouched: Untouched) -> None:
+    bench = mlp()
+
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + torch.empty(10**15)[0]
+
+    with session(bench) as ours, untouched(ours):
+        ended = confirm(ours, bench.batch, loss_fn, batch_size=8, budget_bytes=1e18)
+    assert ended.out_of_memory is not None
+    assert "allocate" in ended.out_of_memory
+
+
+def test_a_batch_that_is_too_large_alone_is_not_even_made() -> None:
+    bench = mlp()
+    with session(bench) as ours:
+        ended = confirm(ours, bench.batch, bench.loss_fn, batch_size=10**12)
+    assert ended.out_of_memory is not None
+    assert "the batch alone takes" in ended.out_of_memory
+
+
+def test_without_a_budget_the_sessions_holds_and_else_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = mlp()
+    with session(bench) as ours:
+        ours.memory_budget = 123456.0
+        assert confirm(ours, bench.batch, bench.loss_fn, batch_size=1).limit_bytes == 123456.0
+        ours.memory_budget = None
+        monkeypatch.setattr(module, "free_memory_bytes", lambda: 54321.0)
+        assert confirm(ours, bench.batch, bench.loss_fn, batch_size=1).limit_bytes == 54321.0
+
+
+def test_other_errors_are_the_users(untouched: Untouched) -> None:
+    bench = narrow(nn.BatchNorm1d(4))
+    with session(bench) as ours:
+        with untouched(ours), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            confirm(ours, bench.batch, bench.loss_fn, batch_size=1)
+        with pytest.raises(RunError, match="expected \\(inputs, targets\\)"):
+            confirm(ours, bench.batch[0][:3], bench.loss_fn, batch_size=1)
+    with pytest.raises(RunError, match="no model and optimizer"):
+        confirm(ours, bench.batch, bench.loss_fn, batch_size=1)
+
+
+def test_it_reads_as_a_sentence() -> None:
+    bench = narrow()
+    with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
+        found = max_batch_size(steps, 2000)
+    assert isinstance(found, BatchSize)
+    peak = memory_text(found.predicted_peak_bytes)
+    assert str(found) == f"fp32: batch {found.size} fits into 2.0 kB, with a peak of {peak} (predicted on fake tensors)"

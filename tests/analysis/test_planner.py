@@ -1,0 +1,390 @@
+"""Plans for a memory budget: what they promise is what is measured, and nothing that people would choose is cheaper."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amp_widgets.analysis import choice, extra_time, planner
+from amp_widgets.analysis.extra_time import ExtraTimes, extra_times
+from amp_widgets.analysis.fake_step import predict_step
+from amp_widgets.analysis.peak_model import outermost
+from amp_widgets.analysis.plan import Plan
+from amp_widgets.analysis.planner import Planner, plan, planning
+from amp_widgets.core.settings import Settings
+from amp_widgets.errors import LayerError, RunError, SettingsError
+from amp_widgets.session import AmpSession
+
+UNTOUCHED = Callable[[AmpSession], contextlib.AbstractContextManager[None]]
+
+
+def _memtracker_nets() -> types.ModuleType:
+    """The six nets on which bytes are compared with torch's own tracker."""
+    path = Path(__file__).parent.parent / "core" / "memory" / "test_memtracker.py"
+    specification = importlib.util.spec_from_file_location("nets_of_memtracker", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+NETS = _memtracker_nets().NETS
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What only takes time is left out: points on which nothing depends are estimated, and layers timed in few passes."""
+    monkeypatch.setattr(planner, "_PREDICTING_S", 0.0)
+    monkeypatch.setattr(planner, "_CURVE", (0.3, 0.7))
+    monkeypatch.setattr(extra_time, "_PASSES_S", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Bench:
+    """A session on one of the nets, which has trained for a step."""
+
+    def __init__(self, model: nn.Module, batch: tuple[Any, Any], autocast: str = "fp32") -> None:
+        self.batch = batch
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=True)
+        self.session = AmpSession(model, self.optimizer)
+        self.session.request(autocast=autocast)
+        self.train()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()
+
+    @classmethod
+    def of(cls, net: str, autocast: str = "fp32") -> Bench:
+        torch.manual_seed(0)
+        make, draw, _ = NETS[net]
+        inputs = draw()
+        return cls(make(), (inputs, torch.randint(4, (len(inputs),))), autocast)
+
+    def train(self) -> None:
+        model = self.session.model
+        assert model is not None
+        self.optimizer.zero_grad()
+        with self.session.autocast():
+            loss = F.cross_entropy(model(self.batch[0]), self.batch[1])
+        self.session.scaler.scale(loss).backward()
+        self.session.scaler.step(self.optimizer)
+        self.session.scaler.update()
+
+    def measured(self, checkpointed: Any = (), **changes: Any) -> int:
+        before = self.session.settings
+        self.session.request(checkpointed=checkpointed, **changes)
+        self.session.apply_pending()
+        peak = self.session.profile_step(self.batch, F.cross_entropy).peak_bytes
+        self.session.request(checkpointed=before.checkpointed, autocast=before.autocast)
+        self.session.apply_pending()
+        return peak
+
+    def plan(self, budget_bytes: float) -> Plan:
+        return plan(self.session, budget_bytes=budget_bytes, batch=self.batch, loss_fn=F.cross_entropy)
+
+    def planning(self) -> contextlib.AbstractContextManager[Planner]:
+        return planning(self.session, self.batch, F.cross_entropy)
+
+
+@pytest.fixture
+def mlp() -> Iterator[Bench]:
+    with Bench.of("mlp") as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("autocast", ["fp32", "bf16"])
+@pytest.mark.parametrize("net", NETS)
+def test_what_is_promised_is_measured_and_nothing_usual_is_cheaper(net: str, autocast: str) -> None:
+    with Bench.of(net, autocast) as bench, bench.planning() as planned:
+        least = planned.plan(1.0).least_peak_bytes
+        none = planned._peak(())
+        assert none == pytest.approx(bench.measured(), rel=0.01)
+        assert least < none
+        usual = [planned._named[name] for name in ("all", "every second", "√n")]
+        for share in (0.0, 0.5):
+            budget = least + share * (none - least)
+            found = planned.plan(budget)
+            assert found.fits
+            assert found.predicted_peak_bytes <= budget
+            measured = bench.measured(found)
+            assert measured <= budget
+            assert found.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
+            for layers in (*usual, *greedy(planned, budget)):
+                if planned._peak(layers) <= budget:
+                    assert found.predicted_extra_s <= planned._cost_s(layers) + 1e-12, layers
+
+
+def greedy(planned: Planner, budget: float) -> list[tuple[str, ...]]:
+    """The first set that fits when those layers are taken first that save most for their cost."""
+    order = planned._choice.by_bytes_per_second()
+    for count in range(len(order) + 1):
+        names = planned._names(order[:count])
+        if planned._estimate(names) <= 1.03 * budget and planned._peak(names) <= budget:
+            return [names]
+    return []
+
+
+@pytest.mark.parametrize("net", ["cnn", "tied"])
+def test_estimates_are_close_for_sets_drawn_at_random(net: str) -> None:
+    seed = 0
+    generator = torch.Generator().manual_seed(seed)
+    with Bench.of(net) as bench, bench.planning() as planned:
+        planned.plan(1e12)
+        names = planned._model.names
+        for _ in range(4):
+            picked = torch.rand(len(names), generator=generator) < 0.4
+            some = outermost([name for name, one in zip(names, picked.tolist(), strict=True) if one])
+            assert planned._estimate(some) == pytest.approx(planned._peak(some), rel=0.03), f"seed {seed}: {some}"
+
+
+def test_a_plan_is_requested_as_it_is_and_holds_in_the_run(mlp: Bench) -> None:
+    none = mlp.measured()
+    found = mlp.plan(0.8 * none)
+    mlp.session.request(checkpointed=found)
+    mlp.train()
+    mlp.train()
+    assert mlp.session.settings.checkpointed == found.layers != ()
+    peaks = mlp.session.history.columns("peak_bytes")["peak_bytes"]
+    assert peaks[0] > found.budget_bytes
+    assert max(peaks[-2:]) <= found.budget_bytes
+    assert max(peaks[-2:]) == pytest.approx(found.predicted_peak_bytes, rel=0.01)
+    assert Settings(checkpointed=found).checkpointed == found.layers  # type: ignore[arg-type]
+    with pytest.raises(SettingsError):
+        Settings(fp32_layers=found)  # type: ignore[arg-type]
+    other = dataclasses.replace(found, layers=("not.there",))
+    with pytest.raises(LayerError):
+        mlp.session.request(checkpointed=other)
+
+
+def test_everything_is_left_as_it_was(mlp: Bench, untouched: UNTOUCHED) -> None:
+    mlp.session.request(checkpointed=["1"])
+    mlp.session.apply_pending()
+    mlp.train()
+    none = 289_392
+    with untouched(mlp.session):
+        found = mlp.plan(0.7 * none)
+    assert {point.label for point in found.points} >= {"none", "all", "every second", "√n", "yours", "plan"}
+    assert next(point.layers for point in found.points if point.label == "yours") == ("1",)
+
+
+def test_where_it_fits_already_nothing_is_checkpointed(mlp: Bench) -> None:
+    found = mlp.plan(1e9)
+    assert (found.layers, found.fits, found.predicted_extra_s) == ((), True, 0.0)
+    assert "fits as it is" in str(found)
+
+
+def test_what_does_not_fit_names_the_least_and_what_else_would_help(mlp: Bench) -> None:
+    none = mlp.measured()
+    with mlp.planning() as planned:
+        least = planned.plan(1.0).least_peak_bytes
+        found = planned.plan(0.99 * least)
+        assert planned.plan(least).fits
+        usual = min(planned._peak(planned._named[name]) for name in ("all", "every second", "√n"))
+    assert not found.fits
+    assert mlp.measured(found) <= found.predicted_peak_bytes == found.least_peak_bytes == least
+    assert mlp.measured(found) == pytest.approx(least, rel=0.01)
+    assert 0.99 * least < found.least_peak_bytes <= usual < none
+    half = next(each for each in found.alternatives if each.batch_size is None)
+    assert half.label == "bf16"
+    assert half.peak_bytes == pytest.approx(mlp.measured(found, autocast="bf16"), rel=0.01)
+    assert half.fits
+    smaller = next(each for each in found.alternatives if each.batch_size is not None)
+    assert smaller.fits
+    assert 1 <= smaller.batch_size < 96
+    assert smaller.label == f"batch {smaller.batch_size}"
+    cut = Bench(mlp.session.model, tuple(each[: smaller.batch_size] for each in mlp.batch))  # type: ignore[arg-type]
+    assert smaller.peak_bytes == pytest.approx(cut.measured(found), rel=0.01)
+    assert "no set of layers fits" in str(found)
+    assert "bf16: " in str(found)
+
+
+def test_without_scipy_the_greedy_plan_fits_too(mlp: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = mlp.measured()
+    with mlp.planning() as planned:
+        best = planned.plan(0.7 * none)
+        monkeypatch.setattr(choice, "_milp", lambda: None)
+        found = planned.plan(0.7 * none)
+    assert (best.chosen_by, found.chosen_by) == ("scipy milp", "greedy")
+    assert found.fits
+    assert mlp.measured(found) <= 0.7 * none
+    assert found.predicted_extra_s >= best.predicted_extra_s * 0.998
+
+
+@pytest.mark.parametrize("budget", [0, -1, math.nan, math.inf, "8 GB", b"8", True, None, [1], 1j])
+def test_a_budget_is_a_number_of_bytes(mlp: Bench, budget: Any) -> None:
+    with pytest.raises(SettingsError, match=r"budget_bytes: got .*, expected a number of bytes above 0"):
+        mlp.plan(budget)
+
+
+def test_what_cannot_be_planned_for(mlp: Bench) -> None:
+    with pytest.raises(RunError, match="plan: got 3 items as the batch"):
+        plan(mlp.session, budget_bytes=1e6, batch=(1, 2, 3), loss_fn=F.cross_entropy)  # type: ignore[arg-type]
+    mlp.session.close()
+    with pytest.raises(RunError, match="plan: "):
+        mlp.plan(1e6)
+
+
+# ---- models of other kinds ----------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One module that is called three times, and again inside another; blocks with parts; a frozen part; several inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 32)
+        self.frozen.requires_grad_(False)
+        self.shared = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)) for _ in range(2))
+        self.last = nn.Sequential(nn.LayerNorm(32), self.shared)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.frozen(batch["left"]) * batch["right"]
+        for block in self.blocks:
+            x = x + self.shared(x)
+            x = x + block(x)
+        y: Tensor = self.head(self.last(x))
+        return y
+
+
+def shared() -> Bench:
+    torch.manual_seed(0)
+    rows = 200
+    return Bench(Shared(), ({"left": torch.randn(rows, 16), "right": torch.randn(rows, 32)}, torch.randint(4, (rows,))))
+
+
+def test_shared_modules_nested_layers_frozen_parts_and_dicts() -> None:
+    with shared() as bench, bench.planning() as planned:
+        none = planned.plan(1e12).predicted_peak_bytes
+        least = planned.plan(1.0).least_peak_bytes
+        assert least < 0.8 * none
+        for share in (0.05, 0.5):
+            budget = least + share * (none - least)
+            found = planned.plan(budget)
+            measured = bench.measured(found)
+            assert found.fits
+            assert measured <= budget
+            assert found.predicted_peak_bytes == pytest.approx(measured, rel=0.01)
+            assert found.layers == outermost(found.layers)
+
+
+class Capricious(nn.Module):
+    """Asks for a number, which fake tensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x)
+        return self.head(y if float(y.detach().sum()) > -1e9 else -y)  # type: ignore[no-any-return]
+
+
+def test_what_fake_tensors_cannot_run_is_measured_and_says_so() -> None:
+    torch.manual_seed(0)
+    with Bench(Capricious(), (torch.randn(300, 16), torch.randint(4, (300,)))) as bench:
+        none = bench.measured()
+        found = bench.plan(0.8 * none)
+        assert found.fits
+        assert "measured and taken back, because the step asks for a number in a tensor" in found.obtained
+        assert bench.measured(found) <= found.predicted_peak_bytes <= 0.8 * none
+        assert bench.measured(found) == pytest.approx(found.predicted_peak_bytes, rel=0.01)
+    assert {"none", "plan"} <= {point.label for point in found.points if point.predicted}
+    assert any(not point.predicted for point in found.points)
+
+
+# ---- what is shown ------------------------------------------------------------------------------------------------------
+
+
+def test_how_a_plan_shows_itself(mlp: Bench) -> None:
+    none = mlp.measured()
+    found = dataclasses.replace(mlp.plan(0.7 * none), layers=("<b>0</b>", "1"))
+    assert str(found).startswith("plan for 202.6 kB in fp32: checkpoint 2 of 19 layers (<b>0</b>, 1); predicted peak ")
+    assert "<b>0</b>" not in found._repr_html_()
+    assert "&lt;b&gt;0" in found._repr_html_()
+    headings, *rows = found.to_table()
+    assert headings[0] == "set"
+    assert [row[0] for row in rows][:4] == ["none", "all", "every second", "√n"]
+    assert {len(row) for row in rows} == {len(headings)}
+    assert "predicted on fake tensors" in repr(found)
+
+
+def test_a_planner_notices_another_format(mlp: Bench) -> None:
+    with mlp.planning() as planned:
+        full = planned.plan(1e12)
+        mlp.session.request(autocast="bf16")
+        mlp.session.apply_pending()
+        half = planned.plan(1e12)
+    assert (full.autocast, half.autocast) == ("fp32", "bf16")
+    assert half.predicted_peak_bytes == mlp.measured() < full.predicted_peak_bytes
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_run_again_costs_nothing() -> None:
+    times = ExtraTimes(forward_s={"a": 0.5, "a.2": 0.2, "b": 0.3}, calls={"a": 1, "a.2": 1, "b": 3}, call_s=0.01)
+    assert times.cost_s("a") == pytest.approx(0.51)
+    assert times.cost_s("a", spared=("a.2", "not there")) == pytest.approx(0.31)
+    assert times.cost_s("b") == pytest.approx(0.33)
+    assert times.cost_s("never called") == 0.0
+
+
+def test_costs_add_up_to_what_was_measured_of_some_layers_together() -> None:
+    times = ExtraTimes(
+        forward_s={"a": 0.5, "a.2": 0.2, "b": 0.3}, calls={"a": 1, "b": 1}, call_s=0.05, together=("a", "b"), together_s=0.35
+    )
+    scaled = times.scaled({"a": ("a.2",), "b": ()}.__getitem__)
+    assert scaled.factor == pytest.approx(0.5)
+    assert scaled.cost_s("a", spared=("a.2",)) + scaled.cost_s("b") == pytest.approx(0.35)
+    assert "times 0.50" in scaled.obtained
+    beyond = dataclasses.replace(times, together_s=-1.0).scaled(lambda name: ())  # the machine was busy
+    assert 0 < beyond.factor < 1
+    assert dataclasses.replace(times, together_s=math.nan).scaled(lambda name: ()).factor == 1.0
+
+
+def test_layers_are_timed_in_each_of_their_calls() -> None:
+    with shared() as bench:
+        times = extra_times(bench.session, bench.batch, F.cross_entropy, verb="plan", together=["blocks.0"])
+    assert times.calls["shared"] == 3
+    assert times.calls["blocks.1"] == 1
+    assert 0 < times.forward_s["blocks.1.1"] < times.forward_s["blocks.1"]
+    assert times.call_s >= 0
+    assert times.together == ("blocks.0",)
+    assert math.isfinite(times.together_s)
+    assert "median of 3 real passes" in times.obtained
+
+
+def test_the_last_part_of_a_layer_is_not_run_again() -> None:
+    with shared() as bench, bench.planning() as planned:
+        planned.plan(1e12)
+        assert planned._model.spared("blocks.0") == ("blocks.0.2",)
+
+
+def test_predicted_is_what_a_single_prediction_says(mlp: Bench) -> None:
+    none = mlp.measured()
+    found = mlp.plan(0.75 * none)
+    later = predict_step(mlp.session, mlp.batch, F.cross_entropy, checkpointed=found).peak_bytes
+    assert later <= found.predicted_peak_bytes == pytest.approx(later, rel=0.01)
