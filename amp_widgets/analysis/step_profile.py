@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from amp_widgets.analysis.profiled_step import ProfiledStep
-from amp_widgets.analysis.snapshot import Snapshot
+from amp_widgets.analysis.real_step import real_step
 from amp_widgets.analysis.trial import (
     check_batch,
     check_hooks,
     check_idle,
-    check_loss,
     check_loss_fn,
     check_one_model,
-    copy_of_batch,
     kind_of,
-    region,
 )
 from amp_widgets.core.loop import LiveLoop
-from amp_widgets.core.memory.meter import meter_for
 from amp_widgets.core.memory.profile import StepProfile, memory_text
-from amp_widgets.core.settings import describe_settings
 from amp_widgets.errors import RunError
 
 
@@ -34,7 +28,8 @@ def profile_step(
 ) -> ProfiledStep:
     """Train one step with the settings in force, profile its memory, and take it back, as `Snapshot` does.
 
-    An optimizer that has no state yet, as before its first step, gets one in a step before that is not profiled. One whose
+    An optimizer that has no state yet, as before its first step, gets one in a step before that is not profiled, and so does a
+    layer that is not checkpointed yet in the run. One whose
     ``step`` cannot be without a closure, such as LBFGS, gets a closure that runs both passes. The session's memory budget is
     not enforced; when the peak is above it, a note says so.
 
@@ -56,9 +51,8 @@ def profile_step(
         a backward pass can begin from, or the step cannot be profiled.
     """
     verb = "profile_step"
-    optimizers, settings = loop.optimizers, loop.settings
     model = check_idle(loop, verb)
-    if not optimizers:
+    if not loop.optimizers:
         raise RunError(f"{verb}: the session has no optimizer, expected aw.AmpSession(model, optimizer)")
     if label is not None and not isinstance(label, str):
         raise RunError(f"{verb}: got {kind_of(label)} as the label, expected a text, or None for the settings in force")
@@ -66,63 +60,8 @@ def profile_step(
     check_loss_fn(loss_fn, verb)
     check_one_model(model, verb)
     check_hooks(model, verb)
-    with_closure = [optimizer for optimizer in optimizers if _needs_closure(optimizer)]
-    if with_closure and settings.scales_loss:
-        raise RunError(
-            f"{verb}: {type(with_closure[0]).__name__} needs a closure, which torch's GradScaler does not support, and the "
-            "settings in force scale the loss; train with session.request(scaling=False), or in bf16"
-        )
-    device = loop.device
-
-    def passes(scaler: torch.amp.GradScaler, inputs: Any, targets: Any) -> torch.Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with region(settings.autocast, device.type):
-            loss = check_loss(loss_fn(model(inputs), targets))
-        scaler.scale(loss).backward()
-        return loss
-
-    def step(inputs: Any, targets: Any) -> None:
-        scaler = torch.amp.GradScaler(device.type, init_scale=settings.start_scale, enabled=settings.scales_loss)
-        scaler.scale(torch.zeros((), device=device))  # makes its tensors, which the run's scaler has all along
-        # the loss is alive to the end, as in most loops
-        loss = passes(scaler, inputs, targets) if len(with_closure) < len(optimizers) else None
-        for optimizer in optimizers:
-            if optimizer in with_closure:
-                optimizer.step(lambda: passes(scaler, inputs, targets))  # type: ignore[arg-type, return-value]
-            else:
-                scaler.step(optimizer)
-        scaler.update()
-        del loss
-
-    with loop.set_aside(), Snapshot(model, optimizers, loss_fn=loss_fn) as snapshot, region("fp32", device.type):
-        if not all(optimizer.state for optimizer in optimizers):
-            step(*copy_of_batch(pair, device))
-        else:
-            snapshot.renew_gradients()
-        inputs, targets = copy_of_batch(pair, device)
-        meter = meter_for(model, optimizers)
-        try:
-            meter.profile_next(label or describe_settings(settings))
-            meter.begin()
-            step(inputs, targets)
-            meter.end()
-            profile = meter.take_profile()
-            because = meter.unprofiled_because or meter.unmeasured_because or meter.source
-        finally:
-            meter.close()
-    if profile is None:
-        raise RunError(f"{verb}: the step could not be profiled: {because}")
+    profile, _ = real_step(loop, model, pair, loss_fn, loop.settings, label=label, verb=verb)
     return ProfiledStep.of(_with_note_of_budget(profile, loop.memory_budget))
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step`` cannot be called without one."""
-    try:
-        parameters = list(inspect.signature(optimizer.step).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    return any(each.name == "closure" and each.default is inspect.Parameter.empty for each in parameters)
 
 
 def _with_note_of_budget(profile: StepProfile, budget: float | None) -> StepProfile:

@@ -30,7 +30,7 @@ class TrainingStep:
     device_type
         Of the model.
     scaler
-        In place of a ``GradScaler`` made for the settings.
+        For all steps; else each has a ``GradScaler`` of its own, made for the settings.
     verb
         What is being done, for messages.
 
@@ -62,11 +62,8 @@ class TrainingStep:
                 f"{verb}: {type(self._with_closure[0]).__name__} needs a closure, which torch's GradScaler does not support, and "
                 "the settings in force scale the loss; train with session.request(scaling=False), or in bf16"
             )
-        if scaler is None:
-            scaler = torch.amp.GradScaler(device_type, init_scale=settings.start_scale, enabled=settings.scales_loss)
-        self._scaler = scaler
-        if scaler.is_enabled():
-            scaler.scale(torch.zeros((), device=device_type))  # makes its tensors, which are there in training that is under way
+        self._given = scaler
+        self._scaler = self._new_scaler() if scaler is None else _ready(scaler, device_type)
 
     def run(self, inputs: Any, targets: Any) -> None:
         """Train on one batch, which the model may overwrite.
@@ -76,6 +73,8 @@ class TrainingStep:
         RunError
             When the loss is none that a backward pass can begin from.
         """
+        if self._given is None:
+            self._scaler = self._new_scaler()  # within the step, so that its tensors count as those of the run's scaler do
         loss = None  # alive to the end, as in most loops
         if len(self._with_closure) < len(self._optimizers):
             loss = self._passes(inputs, targets)
@@ -87,6 +86,11 @@ class TrainingStep:
         self._scaler.update()
         del loss
 
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        settings = self._settings
+        scaler = torch.amp.GradScaler(self._device_type, init_scale=settings.start_scale, enabled=settings.scales_loss)
+        return _ready(scaler, self._device_type)
+
     def _passes(self, inputs: Any, targets: Any) -> torch.Tensor:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -94,6 +98,13 @@ class TrainingStep:
             loss = check_loss(self._loss_fn(self._model(inputs), targets))
         self._scaler.scale(loss).backward()
         return loss
+
+
+def _ready(scaler: torch.amp.GradScaler, device_type: str) -> torch.amp.GradScaler:
+    """With its tensors, which are there in training that is under way."""
+    if scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=device_type))
+    return scaler
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
