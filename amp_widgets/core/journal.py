@@ -15,7 +15,7 @@ import torch
 from amp_widgets.core.history import COLUMNS, Event, History
 from amp_widgets.core.memory.reading import MemoryReading
 from amp_widgets.core.readback import Readback
-from amp_widgets.core.settings import format_scale
+from amp_widgets.core.settings import Planned, format_scale
 
 _RECENT_STEPS = 50
 _PAUSE_S = 0.5
@@ -321,6 +321,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, Planned):  # of all that a plan says, what was asked for
+        return _plain(tuple(value.layers))
     return repr(value)
 
 

@@ -959,3 +959,15 @@ def test_a_session_alone_compiles_nothing_anew(part: str) -> None:
             loop.close()
     assert counts[0] == counts[1] > 0
     torch._dynamo.reset()
+
+
+def test_of_a_plan_that_is_refused_the_event_has_the_layers(bench: Bench) -> None:
+    class Plan:
+        layers = ("nowhere",)
+
+        def __repr__(self) -> str:
+            return "a whole table"
+
+    with pytest.raises(SettingsError):
+        bench.loop.request(checkpointed=Plan())
+    assert bench.loop.history.events("rejected")[-1].detail["checkpointed"] == ["nowhere"]
