@@ -34,6 +34,7 @@ $(VENV)/.lab: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing the tested versions into $(VENV); the first time takes some minutes"
 	$(INSTALL) --editable '.[lab,dev]'
+	@$(INSTALL) --editable '.[models]' || echo "the models of other packages are not there: their tests are skipped"
 	@touch $@ $(VENV)/.lab
 
 # One environment for each of the other ipykernels: tests/kernels.txt, and the tested versions of what these need.
