@@ -522,7 +522,7 @@ class AmpSession(LiveLoop):
     def count_gradients(self, every: int | None = None) -> None:
         """Count the sizes of the gradients in steps to come: see `gradient_range`.
 
-        A step that is counted takes up to half as long again on a CPU; with ``every=10`` that is up to 5 percent of the time.
+        A step that is counted takes some half longer on a CPU; with ``every=10`` that is 3 to 6 percent of the time.
         The other steps cost nothing, and none is changed. ``tests/benchmarks/numerics.py`` prints what it costs.
 
         Parameters

@@ -12,8 +12,9 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
+from amp_widgets.demos import DEMOS
 from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, RecordingError, SettingsError
-from amp_widgets.magics import parse_settings, parse_size
+from amp_widgets.magics import HELP, parse_settings, parse_size
 from amp_widgets.recording.run import open_run
 from amp_widgets.session import AmpSession, newest_session
 
@@ -267,3 +268,8 @@ def test_formats_reads_the_weights_of_the_newest_session(shell: Any) -> None:
     assert isinstance(lab, FormatLab)
     assert [one.label.partition("[")[0] for one in lab.state.samples] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert {(one.lr, one.step) for one in lab.state.samples} == {(0.1, 1)}
+
+
+def test_the_help_names_every_demo() -> None:
+    line = HELP[HELP.index("%amp demo") : HELP.index("%amp MODEL")]
+    assert all(name in line for name in DEMOS)

@@ -207,7 +207,7 @@ def _points(
         places.take_point(*scale.pixels(together[0].extra_s, together[0].peak_bytes), weight=3.0 if _names(together) else 0.3)
     for layers, one in measured.items():
         places.take_point(*scale.pixels(_measured_x(layers, one, found), one.peak_bytes), weight=2.0)
-    traces = []
+    traces: list[dict[str, Any]] = []
     for together in sorted(named, key=lambda one: min(ORDER.index(name) if name in ORDER else 99 for name in _names(one))):
         names = sorted(_names(together), key=lambda name: ORDER.index(name) if name in ORDER else 99)
         first = together[0]
@@ -267,17 +267,17 @@ def _measurement(together: Together, one: MeasuredLike, colours: look.Colours, *
         "type": "scatter",
         "mode": "lines+markers",
         "name": "measured",
-        "x": [1e3 * predicted.extra_s, 1e3 * x_s],
-        "y": [predicted.peak_bytes, one.peak_bytes],
+        "x": [1e3 * x_s, 1e3 * predicted.extra_s],  # the cross first: the legend shows the first marker
+        "y": [one.peak_bytes, predicted.peak_bytes],
         "line": {"color": colours.scale, "width": 1, "dash": "dot"},
         "marker": {
-            "symbol": ["circle", "x-thin-open"],
-            "size": [0, MARKER_PX],
+            "symbol": ["x-thin-open", "circle"],
+            "size": [MARKER_PX, 0],
             "color": colours.scale,
             "line": {"width": 3, "color": colours.scale},
         },
         "cliponaxis": False,
-        "hovertemplate": ["<extra></extra>", f"{'<br>'.join(hover)}<extra></extra>".replace("%{", "%&#123;")],
+        "hovertemplate": [f"{'<br>'.join(hover)}<extra></extra>".replace("%{", "%&#123;"), "<extra></extra>"],
         "legendgroup": "measured",
         "showlegend": first,
         "meta": {"part": "measured", "labels": names},
@@ -339,7 +339,7 @@ def _budget_line(budget_bytes: float, colours: look.Colours) -> tuple[list[dict[
         "line": {"width": 1.5, "dash": "dash", "color": colours.alarm}, "name": "budget",
     }  # fmt: skip
     text = {
-        "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": budget_bytes, "yanchor": "bottom", "showarrow": False,
+        "xref": "paper", "x": 0.005, "xanchor": "left", "yref": "y", "y": budget_bytes, "yanchor": "bottom", "showarrow": False,
         "text": f"budget {memory_text(budget_bytes)}", "font": {"size": 12, "color": colours.alarm}, "name": "budget",
     }  # fmt: skip
     return [line], [text]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from amp_widgets.core.history import Cursor, Event, History
 from amp_widgets.core.settings import Settings
-from amp_widgets.widgets.memory_state import rounded_down
+from amp_widgets.widgets.memory_state import EXACT, rounded_down
 
 MOST_TIMES = 200
 """The newest so many steps with the same settings are what the median is of."""
@@ -67,11 +67,16 @@ class MeasuredSettings:
         for at in np.unique(position):
             mine = position == at
             self._groups.setdefault(keys[at], _Group()).add(rows["peak_bytes"][mine], rows["step_s"][mine])
-        known = {key: (group.peak_bytes, rounded_down(group.steps)) for key, group in self._groups.items()}
+        known = {key: (group.peak_bytes, _milestone(group.steps)) for key, group in self._groups.items()}
         if repr(known) != repr(self._known):  # NaN is not equal to itself
             self._known = known
             self._shown = tuple(group.measured(key) for key, group in self._groups.items())
         return self._shown
+
+
+def _milestone(steps: int) -> int:
+    """When this changes, a median may have changed by what is worth showing."""
+    return steps if steps <= EXACT else 1 << steps.bit_length()
 
 
 _Key = tuple[str, tuple[str, ...], tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The panels below the charts, one in each tab: memory, plans, gradients, number formats, checks, settings side by side."""
+"""The panels below the charts, one in each tab: memory, gradients, number formats, checks, plans, settings side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from amp_widgets.widgets.state import Controlled, DashboardState
 from amp_widgets.widgets.tab_bar import TabBar
 from amp_widgets.widgets.text import not_done_text
 
-Tab = Literal["memory", "plan", "gradients", "formats", "checks", "compare"]
+Tab = Literal["memory", "gradients", "formats", "checks", "plan", "compare"]
 TABS: tuple[Tab, ...] = get_args(Tab)
 Panel = MemoryPanel | PlanPanel | GradientPanel | DtypePanel | ChecksTab | ComparePanel
 AnyPanel = TypeVar("AnyPanel", bound=Panel)
@@ -42,8 +42,8 @@ class Panels(ipywidgets.Box):
         The panel of the first tab.
     command
         Called for what concerns a panel: ``command("sample")``, ``command("every", steps=n)``, ``command("automatic", on=True)``,
-        ``command("compare", grid=…, steps=…, rounds=…)``, ``command("cancel")``, ``command(kind, …)`` with a kind of inspection and
-        its options, and ``command("cancel_inspection", kind=kind)``.
+        ``command("compare", grid=…, steps=…, rounds=…)``, ``command("cancel")``, ``command(kind, …)`` with a kind of inspection
+        and its options, and ``command("cancel_inspection", kind=kind)``.
     request
         Called for settings, as by every control.
     choose
@@ -122,8 +122,8 @@ class Panels(ipywidgets.Box):
                             budget_bytes=source.memory_budget,
                         )
                     )
-                    for kind, made in (("plan", plan), ("largest_batch", largest), ("predict_on_cuda", on_cuda)):
-                        found = self._news(kind, made) or found
+                    found = self._news("plan", plan) or self._news("largest_batch", largest) or found
+                    found = self._news("predict_on_cuda", on_cuda) or found
                 case DtypePanel() as panel:
                     taken = source.inspection("dtype_map")
                     panel.show(_dtype_state(taken, source.why_no_batch))

@@ -19,20 +19,21 @@ from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
 EXPLAINED = (
-    "A budget says how much memory a step may hold at a time. Proposed are the layers to checkpoint that keep a step within it and "
-    "take the least extra time, in the format in force. A step on the newest batch is followed on tensors that have shapes and no "
-    "numbers, so that nothing is allocated for it; that tells what each layer holds and when, and so what checkpointing it would "
-    "change at each moment. How long a layer takes is timed in a few real forward passes. Of all sets the cheapest that fits is "
-    "looked for, and the step with that one is predicted, too. The run waits a few seconds meanwhile, and all is as before "
-    "afterwards. The curve shows what each budget would cost; a cross is what steps of the run came to."
+    "A budget says how much memory a step may hold at a time. Proposed are the layers to checkpoint that keep a step within"
+    " it and take the least extra time, in the format in force. A step on the newest batch is followed on tensors that have"
+    " shapes and no numbers, so that nothing is allocated for it; that tells what each layer holds and when, and so what "
+    "checkpointing it would change at each moment. How long a layer takes is timed in a few real forward passes. Of all "
+    "sets the cheapest that fits is looked for, and the step with that one is predicted, too. The run waits a few seconds "
+    "meanwhile, and all is as before afterwards. The curve shows what each budget would cost; a cross is what steps of the "
+    "run came to."
 )
 EXAMPLE = (
-    "In the text demo: press Start, then Propose a plan for the budget that is filled in. Without checkpointing a step holds "
-    "124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside each other. "
-    "Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
+    "In the text demo: press Start, then Propose a plan for the budget that is filled in. Without checkpointing a step "
+    "holds 124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside"
+    " each other. Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
 )
 SUGGESTED = 0.6
-"""Of the peak of the newest step: the budget that is filled in where nobody has said one."""
+"""Of the highest peak so far: the budget that is filled in where nobody has said one."""
 
 
 class PlanControl(Control):
@@ -157,26 +158,25 @@ class PlanControl(Control):
 
     def _set_budget(self, text: str) -> bool:
         """Whether it is one."""
-        if text.strip() == self.budget_text and self.budget_bytes:
-            self._put({"budget_error": ""})
+        self._said = True
+        if text.strip() == self.budget_text and self.budget_bytes and not self.budget_error:
             return True
         try:
             found = typed_size(text)
             if found is None or not (math.isfinite(found) and found > 0):
                 raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
         except SettingsError as error:
-            self._put({"budget_error": f"Budget: {error}"})
+            self._put({"budget_text": text, "budget_error": f"Budget: {error}"})
             return False
-        self._said = True
         self._put(_budget_traits(found))
         self._on_budget()
         return True
 
     def _suggestion(self) -> dict[str, Any]:
         """A budget for a start, as long as nobody has said one."""
-        if self._said or self.budget_bytes:
+        if self._said:
             return {}
-        peak = math.nan if self._dashboard is None else self._dashboard.peak_bytes
+        peak = math.nan if self._dashboard is None else self._dashboard.overall_peak_bytes
         found = self._state.budget_bytes if self._state.budget_bytes is not None else _two_digits(SUGGESTED * peak)
         return _budget_traits(found) if found > 0 else {}
 

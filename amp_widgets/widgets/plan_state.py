@@ -42,6 +42,10 @@ class PlanState:
         return self.plan.result if isinstance(self.plan.result, Plan) else None
 
 
+LEAST_STEPS = 5
+"""Of fewer steps no time is shown."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPoint:
     """A set of layers of a plan, as steps of the run had it.
@@ -82,17 +86,12 @@ def measured_points(plan: Plan, measured: Sequence[Measured], fp32_layers: Seque
         for one in measured
         if one.autocast == plan.autocast and set(one.fp32_layers) == set(fp32_layers) and frozenset(one.layers) in sets
     ]
-    timed = [pair for pair in found if math.isfinite(pair[1].step_s)]
+    timed = [pair for pair in found if pair[1].steps >= LEAST_STEPS and math.isfinite(pair[1].step_s)]
     reference, base = min(timed, key=lambda pair: (bool(pair[0].layers), -pair[1].steps), default=(None, None))
     made = []
-    for _, one in found:
+    for point, one in found:
         extra_s = math.nan
-        if (
-            reference is not None
-            and base is not None
-            and (one is base or one.steps)
-            and (one is not base or not reference.layers)
-        ):
+        if reference is not None and base is not None and (point, one) in timed and (one is not base or not reference.layers):
             extra_s = reference.extra_s + one.step_s - base.step_s
         made.append(
             MeasuredPoint(

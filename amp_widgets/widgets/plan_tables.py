@@ -18,21 +18,23 @@ from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
 BATCH_EXPLAINED = (
-    "What a step holds grows with the batch, but for the parameters, their gradients and the optimizer's state. For each format "
-    "and set of checkpointed layers the largest batch is looked for with which a step stays within the budget above: steps with "
-    "other batch sizes are predicted, for which nothing is allocated, until one more row is known to be too much. To confirm, a "
-    "real step of each size is trained and taken back; one that runs out of memory is freed and leaves the run as it was. The run "
-    "waits meanwhile; it goes on with its own batches, as how large these are is up to your data loader."
+    "What a step holds grows with the batch, but for the parameters, their gradients and the optimizer's state. For each "
+    "format and set of checkpointed layers the largest batch is looked for with which a step stays within the budget above:"
+    " steps with other batch sizes are predicted, for which nothing is allocated, until one more row is known to be too "
+    "much. To confirm, a real step of each size is trained and taken back; one that runs out of memory is freed and leaves "
+    "the run as it was. The run waits meanwhile; it goes on with its own batches, as how large these are is up to your data"
+    " loader."
 )
 BATCH_EXAMPLE = (
-    "In the text demo the batch is 16. With a budget of 60 MB, 6 fit in fp32, 10 in bf16, and about four times as many where most "
-    "layers are checkpointed, too: that is what checkpointing is for where a larger batch is wanted."
+    "In the text demo the batch is 16. With a budget of 60 MB, 6 fit in fp32, 10 in bf16, and about four times as many "
+    "where most layers are checkpointed, too: that is what checkpointing is for where a larger batch is wanted."
 )
 CUDA_EXPLAINED = (
-    "There is no GPU here, but much of what a step would need on one is known: which operators CUDA's autocast casts, what its "
-    "kernels for attention and dropout keep, and in which blocks its caching allocator hands out memory. Steps are followed with "
-    "these rules on tensors without numbers. Allocated is to be compared with torch.cuda.max_memory_allocated, reserved with "
-    "torch.cuda.max_memory_reserved. None of it was measured; what is left out is said below."
+    "There is no GPU here, but much of what a step would need on one is known: which operators CUDA's autocast casts, what "
+    "its kernels for attention and dropout keep, and in which blocks its caching allocator hands out memory. Steps are "
+    "followed with these rules on tensors without numbers. Allocated is to be compared with "
+    "torch.cuda.max_memory_allocated, reserved with torch.cuda.max_memory_reserved. None of it was measured; what is left "
+    "out is said below."
 )
 CUDA_EXAMPLE = (
     "In the text demo: press Start, then Predict for CUDA. A step in fp32 comes to 124.8 MB of tensors, 125.8 MB in the "

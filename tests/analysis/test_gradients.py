@@ -9,22 +9,40 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_widgets.analysis.gradients import EXPONENTS, ZONES, GradientRange, percent
-from amp_widgets.core.gradient_probe import BUCKETS, CountedGradients, GradientCounts, GradientProbe, bucket_of
+from amp_widgets.analysis.gradients import EXPONENTS, ZONES, GradientRange, overflow_text, percent
+from amp_widgets.core.gradient_probe import (
+    BUCKETS,
+    SAMPLE_ELEMENTS,
+    CountedGradients,
+    GradientCounts,
+    GradientProbe,
+    bucket_of,
+)
 from amp_widgets.errors import FormatError, LayerError
+from amp_widgets.session import AmpSession
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def range_of(values: dict[str, Tensor], scale: float = 1.0, dtype: str = "fp32", family: Any = "output") -> GradientRange:
-    rows = tuple(
-        CountedGradients(
-            layer=layer, family=family, dtype=dtype, arrivals=1, elements=tensor.numel(),
-            counts=np.bincount(bucket_of(tensor).flatten().numpy(), minlength=BUCKETS).astype(np.int64),
-        )
-        for layer, tensor in values.items()
-    )  # fmt: skip
+    rows = tuple(counted(layer, tensor, dtype=dtype, family=family) for layer, tensor in values.items())
     return GradientRange.of(GradientCounts(step=5, scale=scale, rows=rows))
+
+
+def counted(layer: str, values: Tensor, *, looked_at: slice = slice(None), **facts: Any) -> CountedGradients:
+    """Of all these values, some of which were looked at."""
+    flat = values.flatten()
+    sample = flat[looked_at]
+    counts = np.bincount(bucket_of(sample).numpy(), minlength=BUCKETS) * (flat.numel() / sample.numel())
+    usual = {"family": "output", "dtype": "fp32", "arrivals": 1, "elements": flat.numel(), "looked_at": sample.numel()}
+    peaks = {"weight" if facts.get("family") == "parameter" else "": float(flat.abs().amax())}
+    return CountedGradients(layer=layer, counts=counts, **usual | {"peaks": peaks} | facts)  # type: ignore[arg-type]
+
+
+def both(outputs: GradientRange, parameters: GradientRange) -> GradientRange:
+    return GradientRange(
+        step=5, scale=outputs.scale, outputs=outputs.outputs, parameters=parameters.parameters
+    )  # fmt: skip
 
 
 def cast(values: Tensor, factor: float, format: str) -> tuple[float, float, float, float]:
@@ -110,10 +128,7 @@ def test_nothing_is_not_a_little() -> None:
     """Shares of what is not there are exactly 0, so that nobody reads of an overflow that is a rounding error."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(9_999, generator=generator) * 1e-3
-    row = CountedGradients(
-        layer="a", family="output", dtype="fp32", arrivals=1, elements=123_457,
-        counts=np.bincount(bucket_of(values).numpy(), minlength=BUCKETS).astype(np.int64),
-    )  # fmt: skip
+    row = counted("a", values.repeat(13), looked_at=slice(0, 9_999))
     for exponent in range(14):
         assert GradientRange.of(GradientCounts(step=0, scale=1.0, rows=(row,))).shares(2.0**exponent).overflow == 0.0
 
@@ -146,7 +161,7 @@ def attention() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("make", [mlp, convolution, attention])
-@pytest.mark.parametrize("sample", [None, 4096])
+@pytest.mark.parametrize("sample", [None, SAMPLE_ELEMENTS])
 def test_predicted_shares_are_those_of_really_casting(make: Callable[[], tuple[nn.Module, Tensor]], sample: int | None) -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -176,13 +191,44 @@ def test_predicted_shares_are_those_of_really_casting(make: Callable[[], tuple[n
     for exponent in range(0, 41, 4):
         for name, row in rows.items():
             values = torch.cat([g.flatten() for g in gradients[name]])
-            if sample is None or values.numel() <= sample:
-                assert four(row.shares(2.0**exponent)) == pytest.approx(cast(values, 2.0**exponent, "fp16"), abs=0.01), name
+            assert four(row.shares(2.0**exponent)) == pytest.approx(cast(values, 2.0**exponent, "fp16"), abs=0.01), name
+            assert row.peak == float(values.abs().amax())
         if len(rows) == len(found.outputs):
             assert four(found.shares(2.0**exponent)) == pytest.approx(cast(everything, 2.0**exponent, "fp16"), abs=0.01)
     moved = [found.shares(2.0**exponent).flushed for exponent in range(0, 41, 4)]
     assert moved[0] > 0.1 > moved[-1]
     assert moved == sorted(moved, reverse=True)
+
+
+def test_shares_of_layers_of_which_a_sample_is_looked_at() -> None:
+    """A convolutional network with normalisation and ReLU, per layer, against all elements; other samples each step."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs in (1, 8, 16):
+        layers += [nn.Conv2d(inputs, 16 if inputs > 1 else 8, 3, padding=1), nn.BatchNorm2d(16 if inputs > 1 else 8), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 10))
+    images, labels = torch.randn(128, 1, 8, 8), torch.randint(10, (128,))
+
+    def found(sample: int | None, step: int) -> GradientRange:
+        model.zero_grad()
+        probe = GradientProbe(model, sample=sample)
+        probe.count_next_step()
+        probe.begin(step)
+        nn.functional.cross_entropy(model(images), labels).backward()
+        probe.end(None)
+        return GradientRange.of(probe.counts[0])
+
+    whole = found(None, 0)
+    assert max(row.elements for row in whole.outputs) == 128 * 16 * 64
+    for step in range(8):
+        sampled = found(SAMPLE_ELEMENTS, step)
+        assert [row.peaks for row in sampled.outputs] == [row.peaks for row in whole.outputs]
+        for row, exact in zip(sampled.outputs, whole.outputs, strict=True):
+            assert row.looked_at == min(SAMPLE_ELEMENTS, row.elements)
+            for exponent in range(0, 25, 3):
+                shares = row.shares(2.0**exponent)
+                assert four(shares) == pytest.approx(four(exact.shares(2.0**exponent)), abs=0.01), (row.layer, step, exponent)
+                assert shares.zeros == pytest.approx(exact.shares().zeros, abs=0.01)
 
 
 def test_planted_underflow_and_its_cure() -> None:
@@ -220,12 +266,16 @@ def test_safe_scales() -> None:
     values = torch.tensor([2.0**-30, 2.0**-28, 0.5])
     safe = range_of({"a": values}).safe_scale()
     assert safe.largest == 2.0**15  # times 2, the margin, is 32768
-    assert safe.least_loss == 2.0**14  # of 2^-28 all bits; of 2^-30 none up to 2^15 has
+    assert safe.least_loss == 2.0**14  # of 2^-28 all bits; of 2^-30 none up to 2^15 has; 2^13 would leave a factor of 8
     found = range_of({"a": values})
     assert found.shares(safe.largest).overflow == 0.0
     assert found.shares(safe.largest * 4).overflow > 0.0
     assert found.safe_scale(margin=1.0).largest == 2.0**16
-    assert range_of({"a": torch.tensor([2.0**-20])}).safe_scale().least_loss == 2.0**6
+    assert (
+        range_of({"a": torch.tensor([2.0**-20])}).safe_scale().least_loss == 2.0**32
+    )  # 2^6 loses no more, and 2^33 is above 8 x
+    assert range_of({"a": torch.tensor([2.0**-6, 2.0**-25])}).safe_scale().least_loss == 2.0**18
+    assert range_of({"a": torch.tensor([1e-9])}).safe_scale().least_loss == 2.0**40
     assert range_of({"a": values * 2.0**10}, scale=2.0**10).safe_scale() == safe
 
 
@@ -242,10 +292,10 @@ def test_nothing_overflows_at_the_safe_scale_and_something_at_twice_that(largest
 
 def test_parameters_count_for_what_is_safe() -> None:
     outputs = range_of({"a": torch.tensor([2.0**-10])})
-    parameters = range_of({"a": torch.tensor([2.0**5])}, family="parameter")
-    both = GradientRange(step=0, scale=1.0, outputs=outputs.outputs, parameters=parameters.parameters)
+    found = both(outputs, range_of({"a": torch.tensor([2.0**5])}, family="parameter"))
     assert outputs.safe_scale().largest == 2.0**24
-    assert both.safe_scale().largest == 2.0**9
+    assert found.safe_scale().largest == 2.0**9
+    assert found.safe_scale().least_loss == 2.0**7
 
 
 def test_no_scale_is_safe_for_what_is_too_large_or_nothing() -> None:
@@ -260,15 +310,181 @@ def test_no_scale_is_safe_for_what_is_too_large_or_nothing() -> None:
     assert range_of({"a": torch.zeros(2)}).sentences() == ("All gradients are zero",)
 
 
+# ---- what was not looked at ----
+
+
+def test_one_large_gradient_that_the_sample_has_missed_overflows_all_the_same() -> None:
+    values = torch.full((100_000,), 2.0**-32)
+    values[77_777] = 1.0
+    found = GradientRange.of(GradientCounts(step=5, scale=1.0, rows=(counted("a", values, looked_at=slice(0, 4096)),)))
+    whole = range_of({"a": values})
+    for exponent in range(41):
+        assert (found.shares(2.0**exponent).overflow > 0) is (whole.shares(2.0**exponent).overflow > 0) is (exponent >= 16)
+    assert found.shares(2.0**16).overflow == pytest.approx(1e-5)
+    assert found.safe_scale() == whole.safe_scale()
+    assert found.safe_scale().largest == 2.0**14
+    assert found.outputs[0].weights.sum() == pytest.approx(100_000)
+    assert "< 0.1 % overflow: the step would be skipped" in found.sentences(2.0**16)[0]
+    assert "none overflows" in found.sentences(2.0**15)[0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_that_is_not_finite_is_known_though_it_was_not_looked_at(bad: float) -> None:
+    values = torch.ones(1000)
+    values[500] = bad
+    found = GradientRange.of(GradientCounts(step=5, scale=1.0, rows=(counted("a", values, looked_at=slice(0, 100)),)))
+    assert found.first_nonfinite() is not None
+    assert found.safe_scale().largest is None
+    assert found.sentences()[0].startswith("0.1 % of the gradients were inf or NaN at scale 1")
+    assert found.shares().nonfinite == pytest.approx(0.001)
+
+
+def test_whether_any_overflows_is_exact_at_scales_that_are_no_power_of_two() -> None:
+    found = range_of({"a": torch.tensor([1.0, 1.5])})
+    for scale in (40_000.0, 43_679.0, 43_681.0, 60_000.0):
+        really = bool((torch.tensor([1.0, 1.5], dtype=torch.float64) * scale).float().half().isinf().any())
+        assert (found.shares(scale).overflow > 0) is really, scale
+
+
+def test_a_sample_is_said_to_be_one() -> None:
+    row = counted("a", torch.ones(300_000), looked_at=slice(0, 32_768))
+    found = GradientRange.of(GradientCounts(step=5, scale=1.0, rows=(row, counted("b", torch.ones(10)))))
+    said = [sentence for sentence in found.sentences() if "sample" in sentence]
+    assert len(said) == 1
+    assert said[0].startswith("Shares are from a sample of 32,778 of 300,010, each layer's right to within 1 percentage point")
+    assert "32,768 of 300,000" in repr(found)
+    assert "32,768 of 300,000" in found._repr_html_()
+    assert not any("sample" in sentence for sentence in range_of({"a": torch.ones(10)}).sentences())
+
+
+# ---- parameters ----
+
+
+def test_a_weight_whose_gradient_would_overflow_is_told_everywhere() -> None:
+    found = both(
+        range_of({"stem": torch.ones(3), "head": torch.tensor([2.0**-10])}, dtype="fp16"),
+        range_of({"stem": torch.ones(2), "head": torch.tensor([3.0, 30.0])}, family="parameter"),
+    )
+    assert found.overflowing(2.0**11) == ()
+    assert found.overflowing(2.0**12) == ("head.weight",)
+    assert found.overflowing(2.0**16) == ("head.weight", "stem.weight")
+    assert found.sentences(2.0**11)[0].endswith("none overflows")
+    assert found.sentences(2.0**12)[0].endswith(
+        "none overflows, but the gradient of head.weight would: the step would be skipped"
+    )
+    assert found.sentences(2.0**17)[1] == ("fp16 at scale 2^17: the gradients of head.weight, stem.weight would overflow as well")
+    assert [row.layer for row, _ in found.worst(2.0**11)] == ["stem", "head"]
+    assert [row.layer for row, _ in found.worst(2.0**12)] == ["head", "stem"]
+    assert found.safe_scale(margin=1.0).largest == 2.0**11
+    assert overflow_text("head", 0.0, found.overflowing(2.0**12)) == "0 %, its weight"
+    assert overflow_text("stem", 0.0, found.overflowing(2.0**12)) == "0 %"
+    assert found.matching("stem").overflowing(2.0**12) == ()
+
+
+def test_a_weight_whose_gradient_has_overflowed() -> None:
+    outputs = range_of({"head": torch.tensor([2.0**-10])}, scale=2.0**10, dtype="fp16")
+    found = both(outputs, range_of({"head": torch.tensor([1.0, math.inf])}, scale=2.0**10, family="parameter"))
+    assert found.overflowing() == found.overflowing(2.0**20) == ("head.weight",)
+    assert found.overflowing(2.0**9) == ()
+    assert found.sentences(2.0**9)[1].startswith("The gradient of head.weight was inf or NaN at scale 2^10")
+    assert found.safe_scale().largest is None
+
+
+def test_parameters_that_autocast_leaves_in_fp32_do_not_overflow_fp16() -> None:
+    outputs = range_of({"fc": torch.ones(2), "norm": torch.ones(2)}, dtype="fp16")
+    kept = range_of({"kept": torch.ones(2)})
+    large = torch.tensor([1e6])
+    rows = (
+        counted("norm", large, family="parameter", wide=True),
+        counted("kept", large, family="parameter"),
+        counted("fc", torch.ones(2), family="parameter"),
+    )
+    parameters = GradientRange.of(GradientCounts(step=5, scale=1.0, rows=rows)).parameters
+    found = GradientRange(step=5, scale=1.0, outputs=outputs.outputs + kept.outputs, parameters=parameters)
+    assert [row.layer for row in found.parameters_at_stake] == ["fc"]
+    assert found.overflowing() == ()
+    assert found.safe_scale(margin=1.0).largest == 2.0**15
+    before = GradientRange(step=5, scale=1.0, outputs=kept.outputs, parameters=parameters)  # a step in fp32
+    assert before.overflowing() == ("kept.weight",)
+
+
+def test_a_parameter_of_the_model_itself_goes_by_its_own_name() -> None:
+    found = both(range_of({"(model)": torch.ones(2)}), range_of({"(model)": torch.tensor([1e6])}, family="parameter"))
+    assert found.overflowing() == ("weight",)
+    assert [row.layer for row, _ in found.worst()] == ["(model)"]
+
+
+class Spread(nn.Module):
+    """A layer whose outputs' gradients are small and whose weight's gradient is their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("autocast", ["fp16", "fp32"])
+def test_the_step_is_skipped_exactly_from_the_scale_on_at_which_that_is_said(autocast: str) -> None:
+    torch.manual_seed(0)
+    model = Spread()
+    x = torch.randn(256, 4).abs() + 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with AmpSession(model, optimizer) as session:
+
+        def step(**settings: Any) -> bool:
+            session.request(**settings)
+            session.count_gradients()
+            optimizer.zero_grad()
+            with session.autocast():
+                loss = model(x).float().mean()
+            session.scaler.scale(loss).backward()
+            session.scaler.step(optimizer)
+            session.scaler.update()
+            return bool(session.history.last("skipped"))
+
+        assert not step(autocast=autocast, init_scale=1.0)
+        found = session.gradient_range()
+        assert found is not None
+        first = next(k for k in range(41) if found.overflowing(2.0**k) or found.shares(2.0**k).overflow)
+        assert found.shares(2.0**first).overflow == 0.0  # it is a weight
+        assert not step(autocast="fp16", init_scale=2.0 ** (first - 1))
+        assert step(init_scale=2.0**first)
+        said = session.skip_report()[0]
+        assert any(name in said for name in found.overflowing(2.0**first))
+
+
+# ---- zeros ----
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("fp16", True), ("bf16", False), ("fp32", False)])
+def test_only_of_fp16_is_it_said_that_zeros_may_have_become_it(dtype: str, told: bool) -> None:
+    found = range_of({"a": torch.tensor([0.0, 1.0])}, dtype=dtype)
+    assert any("cannot be told from true zeros" in sentence for sentence in found.sentences()) is told
+    assert any("50 % were zero already" in sentence for sentence in found.sentences())
+
+
+def test_zeros_hide_the_rest_where_it_is_small_or_nothing() -> None:
+    zeros = torch.zeros(70)
+    small, large = torch.full((30,), 2.0**-20), torch.ones(30)
+    assert range_of({"a": torch.cat([zeros, small])}, dtype="fp16").zeros_hide
+    assert not range_of({"a": torch.cat([zeros, large])}, dtype="fp16").zeros_hide  # a ReLU's
+    assert range_of({"a": zeros, "b": large}, dtype="fp16").zeros_hide  # of a layer all have vanished
+    assert not range_of({"a": torch.cat([zeros[:20], small])}, dtype="fp16").zeros_hide
+    assert not range_of({"a": torch.cat([zeros, small])}, dtype="bf16").zeros_hide
+    assert not range_of({}).zeros_hide
+
+
 # ---- layers ----
 
 
 def test_what_is_stored_in_fp16_is_at_stake_and_else_everything() -> None:
     wide, narrow = range_of({"norm": torch.ones(9)}), range_of({"fc": torch.full((3,), 2.0**-30)}, dtype="fp16")
-    both = GradientRange(step=0, scale=1.0, outputs=wide.outputs + narrow.outputs, parameters=())
-    assert [row.layer for row in both.at_stake] == ["fc"]
-    assert both.shares().flushed == 1.0
-    assert (both.in_half, wide.in_half) == (True, False)
+    mixed = GradientRange(step=0, scale=1.0, outputs=wide.outputs + narrow.outputs, parameters=())
+    assert [row.layer for row in mixed.at_stake] == ["fc"]
+    assert mixed.shares().flushed == 1.0
+    assert (mixed.in_half, wide.in_half) == (True, False)
     assert wide.shares().normal == 1.0
 
 
@@ -312,9 +528,7 @@ def test_exponents_and_largest() -> None:
 
 def test_samples_weigh_as_much_as_what_they_stand_for() -> None:
     def row(layer: str, elements: int, value: float) -> CountedGradients:
-        counts = np.zeros(BUCKETS, np.int64)
-        counts[int(bucket_of(torch.tensor([value])))] = 10
-        return CountedGradients(layer=layer, family="output", dtype="fp32", arrivals=1, elements=elements, counts=counts)
+        return counted(layer, torch.full((elements,), value), looked_at=slice(0, 10))
 
     found = GradientRange.of(GradientCounts(step=0, scale=1.0, rows=(row("a", 900, 2.0**-30), row("b", 100, 1.0))))
     assert found.shares().flushed == pytest.approx(0.9)
@@ -343,12 +557,12 @@ def test_what_is_no_format_or_scale_is_refused() -> None:
             found.shares(scale)
     wrong: Any
     for wrong in ("a", "2", None, [], True, 10**400):
-        with pytest.raises(FormatError, match="scale: got .*, expected a number above 0"):
+        with pytest.raises(FormatError, match=r"scale: got .*, expected a number above 0"):
             found.shares(wrong if wrong is not None else object())
     with pytest.raises(FormatError, match="fp8"):
         found.shares(1.0, "fp8")  # type: ignore[arg-type]
     for wrong in (None, ["fp16"], 16):
-        with pytest.raises(FormatError, match="format: got .*, expected one of 'fp16', 'bf16'"):
+        with pytest.raises(FormatError, match=r"format: got .*, expected one of 'fp16', 'bf16'"):
             found.shares(1.0, wrong)
     for wrong in (0.5, math.nan, "2", None):
         with pytest.raises(FormatError, match="margin: got "):

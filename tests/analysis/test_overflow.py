@@ -19,6 +19,7 @@ from amp_widgets.analysis.overflow import (
     scale_below_one,
     scale_without_bound,
     skip_runs,
+    summarised,
 )
 from amp_widgets.core.gradient_probe import BUCKETS, INF_BUCKET, ZERO_BUCKET, CountedGradients, GradientCounts
 from amp_widgets.core.history import Event, History
@@ -400,3 +401,67 @@ def test_unscaling_too_early_has_a_cause_of_its_own() -> None:
     reason = "No inf checks were recorded for this optimizer: got scaler.unscale_(optimizer) before any of its parameters had"
     (found,) = diagnose(made.history, refused=[NoChecksNote(step=1, reason=reason)])
     assert found.cause.startswith("scaler.unscale_(optimizer) looks for inf, and there was nothing to look at yet")
+
+
+# ---- what belongs together ----
+
+
+def test_a_request_between_skips_parts_them() -> None:
+    made = Made(2.0**20).good(2).skip(1, first="head.weight")
+    made.history.record(Event(step=3, kind="scale_changed", reason="set", detail={"from": made.scale, "to": 2.0**40}))
+    made.scale = 2.0**40
+    made.skip(22, first="head.weight").good(2)
+    runs = skip_runs(made.history, made.notes)
+    assert [(run.first_step, len(run.steps), run.scale_after) for run in runs] == [(2, 1, 2.0**19), (3, 22, 2.0**18)]
+    assert runs[1].sentence == "22 skips from step 3: scale 2^40 → 2^18; first overflow in head.weight"
+    assert summarised(runs) == runs
+
+
+def test_a_request_for_a_lower_scale_parts_them_too() -> None:
+    made = Made(2.0**40).skip(3)
+    made.history.record(Event(step=3, kind="scale_changed", reason="set", detail={"from": made.scale, "to": 2.0**20}))
+    made.scale = 2.0**20
+    made.skip(2).good()
+    assert [run.sentence.partition(";")[0] for run in skip_runs(made.history)] == [
+        "3 skips from step 0: scale 2^40 → 2^37",
+        "2 skips from step 3: scale 2^20 → 2^18",
+    ]
+
+
+def test_single_skips_for_one_cause_are_told_together() -> None:
+    made = Made(2.0**30)
+    for _ in range(30):
+        made.skip(1, loss=math.nan).good(2)
+    (told,) = summarised(skip_runs(made.history))
+    assert told.sentence == (
+        "30 single skips from step 0 to 87, every third step, at scales from 2^1 to 2^30: the loss itself was inf or NaN before "
+        "it was scaled, so that the forward pass is to blame and not the scale"
+    )
+    assert (told.first_step, told.last_step, len(told.steps)) == (0, 87, 30)
+
+
+def test_other_causes_and_runs_come_between() -> None:
+    made = Made(2.0**16)
+    for gap in (2, 5, 1):
+        made.skip(1, first="a.weight").good(gap)
+    made.skip(2, first="a.weight").good()
+    for _ in range(2):
+        made.skip(1, first="a.weight").good()
+    for _ in range(3):
+        made.skip(1, first="b.weight", fixed=True).good(3)
+    told = summarised(skip_runs(made.history, made.notes))
+    assert [len(one.steps) for one in told] == [3, 2, 1, 1, 3]
+    assert told[0].sentence == "3 single skips from step 0 to 9, at scales from 2^14 to 2^16: first overflow in a.weight"
+    assert told[-1].sentence == "3 single skips from step 18 to 26, every 4 steps, at scale 2^9: first overflow in b.weight"
+
+
+def test_a_real_loop_with_a_request_between_its_skips() -> None:
+    watched = Watched(small(), autocast="fp16", init_scale=2.0**40)
+    watched.step(mean)
+    watched.session.request(init_scale=2.0**40)
+    for _ in range(3):
+        watched.step(mean)
+    runs = skip_runs(watched.session.history, watched.probe.notes)
+    watched.session.close()
+    assert [(run.first_step, len(run.steps)) for run in runs] == [(0, 1), (1, 3)]
+    assert runs[1].sentence.startswith("3 skips from step 1: scale 2^40 → 2^37; ")

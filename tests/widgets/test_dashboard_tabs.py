@@ -33,6 +33,7 @@ from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.memory_control import MemoryControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.panels import TABS
+from amp_widgets.widgets.plan_panel import PlanPanel
 from amp_widgets.widgets.precision_panel import PrecisionPanel
 from amp_widgets.widgets.status_line import StatusLine
 from amp_widgets.widgets.tab_bar import TabBar
@@ -114,9 +115,9 @@ def test_memory_is_shown_first_and_the_others_are_not_there_until_they_are_chose
     session = session_of()
     dashboard = make(session)
     bar = part(dashboard, TabBar)
-    assert [label for _, label in bar.tabs] == ["Memory", "Gradients", "Formats", "Checks", "Compare"]
+    assert [label for _, label in bar.tabs] == ["Memory", "Gradients", "Formats", "Checks", "Plan", "Compare"]
     assert bar.selected == "memory"
-    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksTab, "compare": ComparePanel}
+    kinds = {"gradients": GradientPanel, "formats": DtypePanel, "checks": ChecksTab, "plan": PlanPanel, "compare": ComparePanel}
     for name, kind in kinds.items():
         assert parts(dashboard, kind) == []
         say(dashboard, TabBar, tab=name)
@@ -214,7 +215,7 @@ def test_a_closed_session_locks_what_is_there_and_offers_no_more(make, session_o
     bar, control = part(dashboard, TabBar), part(dashboard, GradientControl)
     assert (control.locked, part(dashboard, MemoryControl).locked, part(dashboard, GradientTable).locked) == (True, True, True)
     assert control.measured.startswith("Step 5")  # the last state, also of the tab that was hidden
-    assert bar.closed == ["formats", "checks", "compare"]
+    assert bar.closed == ["formats", "checks", "plan", "compare"]
     say(dashboard, TabBar, tab="formats")
     assert bar.selected == "memory"
     say(dashboard, TabBar, tab="gradients")

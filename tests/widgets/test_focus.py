@@ -17,6 +17,9 @@ from amp_widgets.widgets.gradient_control import GradientControl
 from amp_widgets.widgets.layer_table import LayerTable
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_control import MemoryControl
+from amp_widgets.widgets.plan_control import PlanControl
+from amp_widgets.widgets.plan_state import PlanState
+from amp_widgets.widgets.plan_tables import CudaControl
 from amp_widgets.widgets.precision_panel import PrecisionPanel, PrecisionState
 from amp_widgets.widgets.state import DashboardState
 from tests.charts.gpt_step import LayerProfile
@@ -45,6 +48,10 @@ def used(ask: Ask) -> Control:
     return control
 
 
+def planning(ask: Ask) -> Control:
+    return PlanControl(ask, ask, state=PlanState(budget_bytes=8e9), dashboard=dashboard())
+
+
 PRESSED: list[tuple[str, Callable[[Ask], Control], Callable[[Any], None]]] = [
     ("Sample the next step", gradients, lambda control: control._put({"pending": True})),
     ("Use 2^12 as loss scale", used, lambda control: control.render(dashboard(init_scale=2.0**12))),
@@ -59,6 +66,16 @@ PRESSED: list[tuple[str, Callable[[Ask], Control], Callable[[Any], None]]] = [
         "Measure precision",
         lambda ask: PrecisionPanel(ask, ask, dashboard=dashboard()),
         lambda panel: panel.show(PrecisionState(fp32=Inspection(pending=True))),
+    ),
+    (
+        "Propose a plan",
+        planning,
+        lambda control: control.show(PlanState(plan=Inspection(pending=True))),
+    ),
+    (
+        "Predict for CUDA",
+        CudaControl,
+        lambda control: control.show(PlanState(on_cuda=Inspection(pending=True))),
     ),
     ("Profile the next step", MemoryControl, lambda control: control._put({"pending": True})),
     ("All", lambda ask: LayersControl(ask, dashboard()), lambda control: control.lock()),

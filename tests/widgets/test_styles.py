@@ -18,6 +18,8 @@ from amp_widgets.widgets.gradient_control import GradientControl
 from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.layer_table import LayerTable
 from amp_widgets.widgets.memory_control import MemoryControl
+from amp_widgets.widgets.plan_control import PlanControl
+from amp_widgets.widgets.plan_tables import BatchSizesControl, CudaControl
 from amp_widgets.widgets.precision_panel import PrecisionPanel
 from amp_widgets.widgets.tab_bar import TabBar
 
@@ -32,6 +34,7 @@ ROOTS = {
     "format_lab": (".ampw-formats",),
     "gradient": (".ampw-gradient-panel", ".ampw-gradients", ".ampw-gradient-table"),
     "memory": (".ampw-memory-panel", ".ampw-memory", ".ampw-layer-table"),
+    "plan_panel": (".ampw-plan-panel", ".ampw-plan"),
     "precision_panel": (".ampw-precision",),
     "tab_bar": (".ampw-tabs", ".ampw-tabs-list"),
 }
@@ -41,7 +44,7 @@ CLASS = re.compile(r"\.([\w-]+)")
 WIDGETS: dict[type[Control], str] = {
     ChecksPanel: "checks_panel", DtypePanel: "dtype_panel", FormatLab: "format_lab", GradientControl: "gradient",
     GradientTable: "gradient", LayerTable: "memory", MemoryControl: "memory", PrecisionPanel: "precision_panel",
-    TabBar: "tab_bar",
+    TabBar: "tab_bar", PlanControl: "plan_panel", BatchSizesControl: "plan_panel", CudaControl: "plan_panel",
 }  # fmt: skip
 OTHERS = {"widget-box", "vscode-dark", "amp-figure", "jupyter-widgets-disconnected"}
 """Classes that are not of the widgets here."""

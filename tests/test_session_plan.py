@@ -1,0 +1,359 @@
+"""``session.plan``, ``largest_batch``, ``predict_on_cuda``, and what the Plan tab asks for, on the thread of the run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_widgets.analysis import plans
+from amp_widgets.analysis.batch_sizes import BatchSizes, largest_batch
+from amp_widgets.analysis.on_cuda import CudaPredictions
+from amp_widgets.analysis.plan import Plan
+from amp_widgets.analysis.planner import Planner
+from amp_widgets.analysis.step_profile import profile_step
+from amp_widgets.core.memory.budget import typed_size
+from amp_widgets.errors import RunError, SessionClosedError, SettingsError
+from amp_widgets.session import AmpSession
+from tests.test_inspections import PATIENCE_S, Gated, wait_for, wait_for_step
+
+cross_entropy = nn.functional.cross_entropy
+GRID = {"autocast": ["fp32", "bf16"], "checkpointed": ["none", "all"]}
+
+
+class Block(nn.Module):
+    """Holds a lot while it runs, gives little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.tanh(self.wide(x)))  # type: ignore[no-any-return]
+
+
+def batches_of(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(64, 8, generator=generator), torch.randint(8, (64,), generator=generator)) for _ in range(count)]
+
+
+def made(batches: Any = None) -> AmpSession:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    session = AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    if batches is not None:
+        session.fit(batches, cross_entropy, start=False)
+    return session
+
+
+@pytest.fixture
+def session() -> Iterator[AmpSession]:
+    one = made()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def run() -> Iterator[tuple[AmpSession, Gated]]:
+    gated = Gated(20)
+    gated.batches = batches_of(20)
+    one = made(gated)
+    one.start()
+    gated.let(2)
+    wait_for_step(one, 2)
+    yield one, gated
+    gated.let(20)
+    one.close()
+
+
+def peak_of(session: AmpSession) -> int:
+    return profile_step(session, batches_of(1)[0], cross_entropy).peak_bytes
+
+
+def state_of(session: AmpSession) -> list[torch.Tensor]:
+    assert session.model is not None
+    return [value.clone() for value in session.model.state_dict().values()]
+
+
+# ---- in a cell ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_requested_and_comes_true(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    before, none = state_of(session), peak_of(session)
+    plan = session.plan(budget_bytes=0.75 * none, batch=batch, loss_fn=cross_entropy)
+    assert isinstance(plan, Plan)
+    assert plan.fits
+    assert plan.layers
+    assert session.inspection("plan").result is plan
+    assert all(map(torch.equal, before, state_of(session)))
+    session.request(checkpointed=plan)
+    session.apply_pending()
+    assert session.settings.checkpointed == plan.layers
+    measured = peak_of(session)
+    assert measured <= 0.75 * none
+    assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_what_is_no_budget_is_refused(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    with pytest.raises(SettingsError, match="budget_bytes"):
+        session.plan(budget_bytes=0, batch=batch, loss_fn=cross_entropy)
+    assert session.inspection("plan").result is None
+    session.close()
+    for ask in (
+        lambda: session.plan(budget_bytes=1e9, batch=batch, loss_fn=cross_entropy),
+        lambda: session.largest_batch(batch=batch, loss_fn=cross_entropy, budget_bytes=1e9),
+        lambda: session.predict_on_cuda(batch, cross_entropy),
+    ):
+        with pytest.raises(RunError, match="closed"):
+            ask()
+    with pytest.raises(SessionClosedError):
+        session.inspect("plan", budget_bytes=1e9)
+
+
+def test_the_largest_batch_of_each_corner_is_predicted_and_confirmed(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    before, budget = state_of(session), float(peak_of(session))
+    found = session.largest_batch(batch=batch, loss_fn=cross_entropy, budget_bytes=budget, grid=GRID)
+    assert [row.label for row in found] == ["fp32/none", "fp32/all", "bf16/none", "bf16/all"]
+    sizes = {row.label: row.size for row in found}
+    assert 62 <= sizes["fp32/none"] <= 66  # about as many as that peak was measured with
+    assert sizes["fp32/all"] > 1.5 * sizes["fp32/none"]
+    assert sizes["bf16/none"] > sizes["fp32/none"]
+    assert found.confirmable
+    confirmed = session.largest_batch(batch=batch, loss_fn=cross_entropy, budget_bytes=budget, grid=GRID, confirm=True)
+    assert not confirmed.confirmable
+    for row in confirmed:
+        assert row.size == sizes[row.label]
+        assert row.confirmed is not None
+        assert row.confirmed.fits
+        assert row.confirmed.peak_bytes == pytest.approx(row.found.predicted_peak_bytes, rel=0.01)
+    assert session.inspection("largest_batch").result is confirmed
+    assert all(map(torch.equal, before, state_of(session)))
+    head, *rows = confirmed.to_table()
+    assert head[2] == "largest batch"
+    assert rows[0][2:4] == (str(sizes["fp32/none"]), "×1.00")
+    assert "really run" in confirmed._repr_html_()
+    assert "fp32/all" in repr(confirmed)
+
+
+def test_the_newest_plan_is_a_corner(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    plan = session.plan(budget_bytes=0.75 * peak_of(session), batch=batch, loss_fn=cross_entropy)
+    found = session.largest_batch(
+        batch=batch, loss_fn=cross_entropy, budget_bytes=2e6, grid={"autocast": ["fp32"], "checkpointed": ["none", "planned"]}
+    )
+    assert [(row.label, row.checkpointed) for row in found] == [("fp32/none", ()), ("fp32/planned", plan.layers)]
+
+
+def test_without_a_budget_it_is_that_of_the_session(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    session.memory_budget = 1e6
+    grid = {"autocast": ["fp32"], "checkpointed": ["none"]}
+    assert session.largest_batch(batch=batch, loss_fn=cross_entropy, grid=grid).budget_bytes == 1e6
+    with pytest.raises(SettingsError, match="dimension"):
+        session.largest_batch(batch=(1.0, 2.0), loss_fn=cross_entropy, grid=grid)  # type: ignore[arg-type]
+
+
+def test_where_none_fits_it_says_so(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    found = session.largest_batch(
+        batch=batch, loss_fn=cross_entropy, budget_bytes=1000, grid={"autocast": ["fp32"], "checkpointed": ["none"]}, confirm=True
+    )
+    assert found.to_table()[1][2:] == ("none fits", "", "", "")
+
+
+def test_it_is_cancelled_between_steps(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    told: list[Any] = []
+    found = largest_batch(
+        session, batch, cross_entropy, budget_bytes=1e6, grid=GRID, on_progress=told.append, cancelled=lambda: len(told) > 2
+    )
+    assert found.cancelled
+    assert [row.label for row in found] == ["fp32/none", "fp32/all"]
+    assert [(one.done, one.total) for one in told] == [(0, 4), (1, 4), (2, 4)]
+    assert told[0].doing == "predicting fp32/none"
+
+
+def test_a_gpu_is_predicted(session: AmpSession) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    found = session.predict_on_cuda(batches_of(1)[0], cross_entropy, grid=GRID, batch_size=32)
+    assert isinstance(found, CudaPredictions)
+    assert [one.autocast for one in found] == ["fp32", "fp32", "bf16", "bf16"]
+    assert {one.batch_size for one in found} == {32}
+    assert session.inspection("predict_on_cuda").result is found
+
+
+# ---- beside a run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_at_a_boundary_on_the_runs_thread(run: tuple[AmpSession, Gated], monkeypatch: pytest.MonkeyPatch) -> None:
+    session, gated = run
+    threads: list[int] = []
+    learned: list[int] = []
+    real, learn = Planner.plan, Planner._learn
+    monkeypatch.setattr(Planner, "plan", lambda self, budget: threads.append(threading.get_ident()) or real(self, budget))
+    monkeypatch.setattr(Planner, "_learn", lambda self: learned.append(1) or learn(self))
+    for budget in (1e6, 2e6, 9e6):  # the newest question counts
+        session.inspect("plan", budget_bytes=budget)
+    assert session.inspection("plan").pending
+    gated.let(1)
+    wait_for(lambda: not session.inspection("plan").pending, "the plan")
+    first = session.inspection("plan").result
+    assert isinstance(first, Plan)
+    assert first.budget_bytes == 9e6
+    assert (len(threads), threads[0] != threading.get_ident()) == (1, True)
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    wait_for(lambda: not session.inspection("plan").pending, "the second plan")
+    assert session.inspection("plan").result.budget_bytes == 1e6  # type: ignore[union-attr]
+    assert learned == [1]  # what was learned of the model serves again
+    assert session.run_state == "running"
+
+
+def test_asked_while_one_is_made_another_is_made_afterwards(
+    run: tuple[AmpSession, Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, gated = run
+    entered, let_go = threading.Event(), threading.Event()
+    real = plans.Plans.plan
+    budgets: list[float] = []
+
+    def held(self: Any, *args: Any, budget_bytes: float) -> Plan:
+        budgets.append(budget_bytes)
+        entered.set()
+        assert let_go.wait(PATIENCE_S)
+        return real(self, *args, budget_bytes=budget_bytes)
+
+    monkeypatch.setattr(plans.Plans, "plan", held)
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    assert entered.wait(PATIENCE_S)
+    session.inspect("plan", budget_bytes=1e6)  # is under way
+    session.inspect("plan", budget_bytes=2e6)
+    session.inspect("plan", budget_bytes=3e6)
+    assert "training waits for that" in " ".join(session.dashboard_state().notes)
+    let_go.set()
+    wait_for(lambda: not session.inspection("plan").pending, "the plans")
+    assert budgets == [1e6, 3e6]
+    assert session.inspection("plan").result.budget_bytes == 3e6  # type: ignore[union-attr]
+
+
+def test_what_goes_wrong_is_kept_and_the_run_goes_on(run: tuple[AmpSession, Gated]) -> None:
+    session, gated = run
+    session.inspect("plan", budget_bytes=-1.0)
+    gated.let(1)
+    wait_for(lambda: not session.inspection("plan").pending, "the refusal")
+    assert "budget_bytes" in str(session.inspection("plan").why_not)
+    step = session.step
+    gated.let(1)
+    wait_for_step(session, step + 1)
+    session.inspect("plan", budget_bytes=1e7)
+    gated.let(1)
+    wait_for(lambda: session.inspection("plan").result is not None, "the plan")
+    assert session.inspection("plan").why_not is None
+
+
+def test_largest_batch_beside_a_run_has_progress_and_is_cancelled(run: tuple[AmpSession, Gated]) -> None:
+    session, gated = run
+    session.inspect("largest_batch", budget_bytes=1e6, grid=GRID)
+    session.cancel_inspection("largest_batch")
+    assert session.inspection("largest_batch").cancelling
+    gated.let(1)
+    wait_for(lambda: not session.inspection("largest_batch").pending, "the end")
+    ended = session.inspection("largest_batch")
+    assert isinstance(ended.result, BatchSizes)
+    assert (ended.result.cancelled, len(ended.result), ended.cancelling, ended.progress) == (True, 0, False, None)
+    session.inspect("largest_batch", budget_bytes=1e6, grid={"autocast": ["fp32"], "checkpointed": ["none"]})
+    gated.let(1)
+    wait_for(lambda: not session.inspection("largest_batch").pending, "the sizes")
+    found = session.inspection("largest_batch").result
+    assert isinstance(found, BatchSizes)
+    session.inspect("largest_batch", known=found, confirm=True)  # what is shown is confirmed, and not found again
+    gated.let(1)
+    wait_for(lambda: not session.inspection("largest_batch").pending, "the confirmation")
+    confirmed = session.inspection("largest_batch").result
+    assert isinstance(confirmed, BatchSizes)
+    assert confirmed.rows[0].found is found.rows[0].found
+    assert confirmed.rows[0].confirmed is not None
+
+
+def test_after_a_run_it_is_made_on_another_thread_and_none_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = made(batches_of(2))
+    assert "start the run first" in str(session.why_no_plan)
+    with pytest.raises(RunError, match="plan: there is no batch to work on yet"):
+        session.inspect("plan", budget_bytes=1e6)
+    session.start()
+    assert session.wait(PATIENCE_S)
+    entered, let_go = threading.Event(), threading.Event()
+    real = plans.Plans.plan
+
+    def held(self: Any, *args: Any, **options: Any) -> Plan:
+        entered.set()
+        assert let_go.wait(PATIENCE_S)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(plans.Plans, "plan", held)
+    session.inspect("plan", budget_bytes=1e6)
+    assert entered.wait(PATIENCE_S)
+    for refused in (session.start, session.reset, lambda: session.fit(batches_of(1), cross_entropy)):
+        with pytest.raises(RunError, match="predicted"):
+            refused()
+    let_go.set()
+    wait_for(lambda: not session.inspection("plan").pending, "the plan")
+    wait_for(lambda: _starts(session), "the run")
+    assert session.wait(PATIENCE_S)
+    session.close()
+
+
+def _starts(session: AmpSession) -> bool:
+    try:
+        session.start()
+    except RunError:
+        return False
+    return True
+
+
+def test_a_loop_of_the_users_own_is_told_what_to_call(session: AmpSession) -> None:
+    told = str(session.why_no_plan)
+    assert "session.plan(budget_bytes=8e9, batch=batch, loss_fn=loss_fn)" in told
+    assert "the result is shown here" in told
+    with pytest.raises(RunError, match="plan: there is no batch"):
+        session.inspect("plan", budget_bytes=1e6)
+
+
+def test_closed_it_lets_go_of_the_model(run: tuple[AmpSession, Gated]) -> None:
+    session, gated = run
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    wait_for(lambda: session.inspection("plan").result is not None, "the plan")
+    model = weakref.ref(session.model)
+    gated.let(20)
+    session.close()
+    gc.collect()
+    assert model() is None
+    assert isinstance(session.inspection("plan").result, Plan)
+
+
+# ---- sizes as people type them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8 GB", 8e9), (" 60MB ", 60e6), ("1.5GiB", 1.5 * 2**30), ("200e6", 200e6), ("off", None)]
+)
+def test_typed_sizes(text: str, size: float | None) -> None:
+    assert typed_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "8 apples", "-5"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(SettingsError, match="expected a size such as 200MB"):
+        typed_size(text)
