@@ -227,8 +227,8 @@ class AmpMagics(Magics):
         first, *rest = name.split(".")
         if not all(part.isidentifier() for part in (first, *rest)) or first not in self.shell.user_ns:
             raise MagicError(
-                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model in "
-                "this notebook; %amp alone shows the help"
+                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model "
+                "in this notebook; %amp alone shows the help"
             )
         value = self.shell.user_ns[first]
         for part in rest:

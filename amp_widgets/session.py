@@ -640,7 +640,7 @@ class AmpSession(LiveLoop):
         """Memory, time, loss and gradients with each of several settings, measured in turn from the same start, with a bar.
 
         Everything is as before afterwards, also after an interrupt. A background run does it on its thread, at its next boundary,
-        and goes on. See `amp_widgets.analysis.compare.compare`.
+        and goes on. See `amp_widgets.analysis.compare.compare`; `planned` is the newest plan where none is given.
 
         Raises
         ------
@@ -650,6 +650,7 @@ class AmpSession(LiveLoop):
             After `close`.
         """
         self._check_open("compare")
+        planned = planned or self._newest_plan
         make = functools.partial(
             compare, self, batch, loss_fn, grid=grid, steps=steps, rounds=rounds, planned=planned, slow_step_s=slow_step_s
         )
@@ -819,7 +820,7 @@ class AmpSession(LiveLoop):
         return "there is no batch to work on yet; start the run first" if self._runner.newest_batch is None else None
 
     def _compare_newest(self, runner: Runner, **chosen: Any) -> None:
-        make = functools.partial(compare, self, runner.newest_batch, runner.loss_fn, **chosen)
+        make = functools.partial(compare, self, runner.newest_batch, runner.loss_fn, planned=self._newest_plan, **chosen)
         with contextlib.suppress(Exception):  # it is kept as why there is none
             self._comparisons.carry_out(make, self.step, stopping=lambda: runner.stopping)
 

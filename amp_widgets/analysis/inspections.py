@@ -25,7 +25,7 @@ from amp_widgets.errors import AmpWidgetsError
 InspectionKind = Literal[
     "dtype_map", "check", "preflight", "precision", "precision_fp64", "plan", "largest_batch", "predict_on_cuda"
 ]
-"""``precision`` and ``precision_fp64`` are what precision costs: fp16 and bf16 against fp32; and these two and fp32 against fp64."""
+"""``precision`` is what fp16 and bf16 cost against fp32, ``precision_fp64`` what these two and fp32 cost against fp64."""
 TAKES_LONG: frozenset[InspectionKind] = frozenset({"plan", "largest_batch", "predict_on_cuda"})
 """Seconds, or minutes; and all but a plan can be cancelled."""
 

@@ -81,10 +81,9 @@ def real_step(
         Snapshot(model, optimizers, loss_fn=loss_fn) as snapshot,
         region("fp32", device.type),
     ):
+        snapshot.renew_gradients()
         if learns or not all(optimizer.state for optimizer in optimizers):
             _run(step, *real_batch(batch, device, batch_size), _meter(model, optimizers, limit_bytes))
-        else:
-            snapshot.renew_gradients()
         inputs, targets = real_batch(batch, device, batch_size)
         meter = _meter(model, optimizers, limit_bytes)
         meter.profile_next(label or describe_settings(settings))

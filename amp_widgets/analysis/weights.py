@@ -174,7 +174,7 @@ _STEPS = 2
 
 
 def _scale_left(loop: LiveLoop) -> float:
-    """By what gradients are still multiplied that an optimizer unscales itself as it steps, after a step that it was not to make."""
+    """By what gradients are still multiplied after a skipped step, where the optimizer itself unscales as it steps."""
     history = loop.history
     if not len(history) or history.last("skipped") != 1:
         return 1.0

@@ -37,7 +37,7 @@ EXAMPLE = (
     "all layers checkpointed and 34.4 MB with both. The first gradients are off by about 3e-03 in bf16 and 4e-04 in fp16, and by "
     "nothing where layers are only checkpointed. What becomes of the step time differs from one CPU to the next: see yours."
 )
-SETS = ("none", "all", "chosen")
+SETS = ("none", "all", "planned", "chosen")
 """What the sets of checkpointed layers are called, as `corners_of` knows them."""
 STEPS = (3, 5, 10, 20)
 ROUNDS = (1, 3, 5, 9)
@@ -53,10 +53,13 @@ class CompareState:
         How the comparisons stand.
     why_no_batch
         Why there is no batch to compare on, or None.
+    planned
+        The layers of the newest plan; None where there is none.
     """
 
     status: ComparisonStatus = dataclasses.field(default_factory=ComparisonStatus)
     why_no_batch: str | None = None
+    planned: tuple[str, ...] | None = None
 
 
 class CompareControl(Control):
@@ -114,6 +117,7 @@ class CompareControl(Control):
         self._ticked: dict[str, list[str]] = {"format": [*AUTOCAST_NAMES], "set": [*SETS]}
         self._known: tuple[Layer, ...] = ()
         self._all: tuple[str, ...] = ()
+        self._planned: tuple[str, ...] | None = None
         super().__init__(request, dashboard)
         self.show(CompareState() if state is None else state)
 
@@ -123,6 +127,9 @@ class CompareControl(Control):
         if status.result is not self._result:
             self._result = status.result
             values = {**_result_traits(status.result), **self._uses()}
+        if state.planned != self._planned:
+            self._planned = state.planned
+            values |= self._choices()
         result, progress = status.result, status.progress
         self._put(
             values
@@ -195,12 +202,26 @@ class CompareControl(Control):
         why_off = {
             "none": "",
             "all": "" if self._all else "this model has no layer inside it that can be checkpointed",
+            "planned": self._why_not_planned(),
             "chosen": "" if chosen else "no layer is checkpointed now: tick some under Layers",
         }
-        if chosen and set(chosen) == set(self._all):
-            why_off["chosen"] = "the layers that are checkpointed now are those of all"
-        labels = {"none": "none", "all": _counted("all", self._all), "chosen": _counted("chosen", chosen)}
+        for name, its in (("all", self._all), ("planned", self._planned)):
+            if chosen and its is not None and set(chosen) == set(its) and not why_off[name]:
+                why_off["chosen"] = f"the layers that are checkpointed now are those of {name}"
+        labels = {
+            "none": "none",
+            "all": _counted("all", self._all),
+            "planned": _counted("planned", self._planned or ()),
+            "chosen": _counted("chosen", chosen),
+        }
         return [[name, labels[name], name in self._ticked["set"], why_off[name]] for name in SETS]
+
+    def _why_not_planned(self) -> str:
+        if self._planned is None:
+            return "there is no plan yet: make one under Plan"
+        if not self._planned:
+            return "the plan checkpoints no layer, as none does"
+        return "the plan's layers are those of all" if set(self._planned) == set(self._all) else ""
 
     def _uses(self) -> dict[str, Any]:
         rows: Sequence[Row] = () if self._result is None else self._result.rows

@@ -11,6 +11,7 @@ from amp_widgets import kernel
 from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.dtype_map import DtypeMap
 from amp_widgets.analysis.inspections import Inspection, InspectionKind
+from amp_widgets.analysis.plan import Plan
 from amp_widgets.widgets.checks_panel import ChecksState
 from amp_widgets.widgets.checks_tab import ChecksTab
 from amp_widgets.widgets.compare_control import CompareState
@@ -141,7 +142,9 @@ class Panels(ipywidgets.Box):
                         found = self._news(kind, costs[reference]) or found
                 case ComparePanel() as panel:
                     compared = source.comparison
-                    panel.show(CompareState(status=compared, why_no_batch=source.why_no_comparison))
+                    newest = source.inspection("plan").result
+                    planned = newest.layers if isinstance(newest, Plan) else None
+                    panel.show(CompareState(status=compared, why_no_batch=source.why_no_comparison, planned=planned))
                     found = self._news("compare", compared) or found
         return found
 

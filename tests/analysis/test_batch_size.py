@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from amp_widgets.analysis import batch_size as module
 from amp_widgets.analysis.batch_size import BatchSize, confirm, max_batch_size
-from amp_widgets.analysis.fake_step import PREDICTED, fake_steps
+from amp_widgets.analysis.fake_step import PREDICTED, fake_steps, predict_step
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.errors import RunError, SettingsError
 from amp_widgets.session import AmpSession
@@ -214,6 +214,18 @@ def test_confirmed_it_is_what_was_predicted(untouched: Untouched) -> None:
         assert math.isnan(more.peak_bytes)
         assert "out of memory" in str(more)
         assert "(measured: one real step)" in str(real)
+
+
+def test_layers_that_are_checkpointed_for_the_first_time_are_confirmed_beside_gradients_of_the_run() -> None:
+    bench = resnet()
+    with session(bench) as ours:
+        for _ in range(2):
+            bench.loss_fn(bench.model(bench.batch[0]), bench.batch[1]).backward()
+            bench.optimizers[0].step()  # and the gradients stay, as a run leaves them
+        predicted = predict_step(ours, bench.batch, bench.loss_fn, checkpointed=["3", "5"]).peak_bytes
+        real = confirm(ours, bench.batch, bench.loss_fn, batch_size=4, checkpointed=["3", "5"], budget_bytes=predicted + 100)
+        assert real.fits, str(real)
+        assert real.peak_bytes == predicted
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.9, 0.99])

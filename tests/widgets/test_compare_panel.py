@@ -122,7 +122,13 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_it_asks_for_what_is_ticked_and_can_be(control: CompareControl, asked: list[Any]) -> None:
     assert control.formats == [["fp32", "fp32", True, ""], ["fp16", "fp16", True, ""], ["bf16", "bf16", True, ""]]
     no_chosen = "no layer is checkpointed now: tick some under Layers"
-    assert control.sets == [["none", "none", True, ""], ["all", "all (9)", True, ""], ["chosen", "chosen", True, no_chosen]]
+    no_plan = "there is no plan yet: make one under Plan"
+    assert control.sets == [
+        ["none", "none", True, ""],
+        ["all", "all (9)", True, ""],
+        ["planned", "planned", True, no_plan],
+        ["chosen", "chosen", True, no_chosen],
+    ]
     assert control.size == "6 combinations: 114 steps on one batch"
     say(control, compare=True)
     say(control, axis="format", name="fp16", on=False)
@@ -157,12 +163,25 @@ def test_what_the_device_or_the_model_lacks_is_off_with_the_reason(control: Comp
     assert asked == [("compare", {"grid": {"autocast": ["fp32", "bf16"], "checkpointed": ["none"]}, "steps": 5, "rounds": 3})]
 
 
+def test_planned_are_the_layers_of_the_newest_plan_unless_that_is_another_set(control: CompareControl, asked: list[Any]) -> None:
+    control.show(dataclasses.replace(done(), planned=("blocks.0",)))
+    assert control.sets[2] == ["planned", "planned (1)", True, ""]
+    say(control, compare=True)
+    assert asked[-1][1]["grid"]["checkpointed"] == ["none", "all", "planned"]
+    control.render(state_of(checkpointed=("blocks.0",)))
+    assert control.sets[3] == ["chosen", "chosen (1)", True, "the layers that are checkpointed now are those of planned"]
+    control.show(dataclasses.replace(done(), planned=EVERY))
+    assert control.sets[2] == ["planned", "planned (9)", True, "the plan's layers are those of all"]
+    control.show(dataclasses.replace(done(), planned=()))
+    assert control.sets[2][3] == "the plan checkpoints no layer, as none does"
+
+
 def test_chosen_is_what_is_in_force_unless_that_is_all(control: CompareControl) -> None:
     control.render(state_of(checkpointed=("blocks.0", "norm")))
-    assert control.sets[2] == ["chosen", "chosen (2)", True, ""]
+    assert control.sets[3] == ["chosen", "chosen (2)", True, ""]
     assert control.size.startswith("9 combinations")
     control.render(state_of(checkpointed=EVERY[::-1]))
-    assert control.sets[2] == ["chosen", "chosen (9)", True, "the layers that are checkpointed now are those of all"]
+    assert control.sets[3] == ["chosen", "chosen (9)", True, "the layers that are checkpointed now are those of all"]
 
 
 def test_the_settings_of_a_row_are_asked_for_once(control: CompareControl, asked: list[Any]) -> None:
