@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from conftest import OpenNotebook
 
 SAVED_KB = 40
-REDRAWS = int(os.environ.get("AMP_WIDGETS_REDRAWS", "200"))
+REDRAWS = int(os.environ.get("AMP_WIDGETS_REDRAWS", "100"))
 """How many times the chart is drawn in the test of memory; 2,000 take minutes."""
 MOST_S = 600
 FIT = """
