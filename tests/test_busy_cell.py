@@ -135,7 +135,7 @@ def test_without_the_pump_the_page_gets_no_answer_on_the_main_shell(running: Das
     """What the above would look like if it did not work."""
     page = running
     page.published.clear()
-    page.run("session._pump.close(); end_at_s = time.monotonic() + 0.6; over = lambda: time.monotonic() > end_at_s")
+    page.run("session._background.pump.close(); end_at_s = time.monotonic() + 0.6; over = lambda: time.monotonic() > end_at_s")
     busy = page.execute(CELL)
     page.saw(busy, "started")
     page.ask("AutocastControl", {"autocast": "bf16", "id": "late"}, None)

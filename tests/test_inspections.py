@@ -239,7 +239,7 @@ def test_the_batch_of_a_failed_run_is_let_go() -> None:
     session = made((batches.pop() for _ in range(1)), fail)
     session.start()
     wait_for(lambda: session.run_state == "failed", "the failure")
-    session._runner.join()  # type: ignore[union-attr]
+    session._background.runner.join()  # type: ignore[union-attr]
     gc.collect()
     assert kept() is None
     assert session.why_no_batch is not None

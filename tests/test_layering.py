@@ -18,6 +18,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("analysis", "runner", "recording", "capture"),
     ("widgets",),
+    ("background_run",),  # from here the rooms of the session, up to itself
+    ("on_demand",),
+    ("session_state", "session_analyses", "cell_steps"),
+    ("run_recording",),
     ("session",),
     ("demos", "integrations", "captured_cell"),
     ("magics",),

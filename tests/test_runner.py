@@ -226,7 +226,7 @@ def test_an_exception_ends_the_run_and_keeps_no_tensors() -> None:
     assert state.error is not None
     assert "ZeroDivisionError: <b>of the user's own</b>" in state.error
     assert "raise ZeroDivisionError" in state.error
-    case.session._runner.join()  # type: ignore[union-attr]
+    case.session._background.runner.join()  # type: ignore[union-attr]
     gc.collect()
     assert [ref() is None for ref in canary.tensors] == [True] * 7
     with pytest.raises(ZeroDivisionError, match="of the user's own") as caught:
@@ -320,7 +320,7 @@ def test_an_interrupted_wait_waits_for_the_end_of_the_step(how: str) -> None:
     held = Held()
     case = Case(batches_of(50), held, epochs=None, start=True)
     assert held.entered.wait(PATIENCE_S)
-    runner = case.session._runner
+    runner = case.session._background.runner
     assert runner is not None
     main = threading.get_ident()
 
@@ -493,7 +493,7 @@ def test_random_calls_from_three_threads_never_confuse_it() -> None:
     case = Case(batches_of(3), epochs=None)
     session = case.session
     first = {k: v.clone() for k, v in case.model.state_dict().items()}
-    runner = session._runner
+    runner = session._background.runner
     assert runner is not None
     calls = ("start", "pause", "resume", "single_step", "stop", "reset")
     until_s = time.monotonic() + 1.0
@@ -635,7 +635,7 @@ def test_batches_may_be_a_dataset_and_are_not_begun_early() -> None:
 
     indexed = Indexed()
     case = Case(indexed, epochs=None)
-    assert isinstance(case.session._runner, Runner)
+    assert isinstance(case.session._background.runner, Runner)
     assert indexed.asked == 0
     case.session.close()
 
@@ -742,7 +742,7 @@ def test_waiting_serves_widgets(case: Case) -> None:
 
         def close(self) -> None: ...
 
-    case.session._pump = Pump()  # type: ignore[assignment]
+    case.session._background.pump = Pump()  # type: ignore[assignment]
     case.begin()
     assert not case.session.wait(0.2)
     assert pumped.is_set()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import amp_widgets.session as session_module
+import amp_widgets.on_demand as on_demand_module
 from amp_widgets.analysis.comparison import Comparison, Progress
 from amp_widgets.analysis.comparisons import Comparisons
 from amp_widgets.analysis.progress_bar import ProgressBar
@@ -98,7 +98,7 @@ def test_everything_reaches_what_compares(monkeypatch: pytest.MonkeyPatch) -> No
         given.update(options, args=args)
         return Comparison(rows=(), steps=2, rounds=4, device="", batch="", batch_size=None, memory_source="")
 
-    monkeypatch.setattr(session_module, "compare", fake)
+    monkeypatch.setattr(on_demand_module, "compare", fake)
     session = made()
     session.compare("batch", "loss", grid=GRID, steps=2, rounds=4, planned=["0"], slow_step_s=9.0)  # type: ignore[arg-type]
     assert given.pop("args") == (session, "batch", "loss")
@@ -288,7 +288,7 @@ def test_stopping_and_closing_cancel_it(end: str, alive: bool) -> None:
         model = session.model
         ender = threading.Thread(target=getattr(session, end))
         ender.start()
-        runner = session._runner
+        runner = session._background.runner
         wait_for(lambda: runner is not None and runner.stopping, "the request to stop")
         hold.let_go.set()
         ender.join(PATIENCE_S)

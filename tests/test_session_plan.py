@@ -112,7 +112,7 @@ def test_what_is_no_budget_is_refused(session: AmpSession) -> None:
         lambda: session.largest_batch(batch=batch, loss_fn=cross_entropy, budget_bytes=1e9),
         lambda: session.predict_on_cuda(batch, cross_entropy),
     ):
-        with pytest.raises(RunError, match="closed"):
+        with pytest.raises(SessionClosedError, match="this session was closed, and no longer controls the model"):
             ask()
     with pytest.raises(SessionClosedError):
         session.inspect("plan", budget_bytes=1e9)

@@ -11,11 +11,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_model import first_dimension, is_batched
-from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, settings_with
-from amp_widgets.analysis.real_step import real_step
-from amp_widgets.analysis.trial import check_batch, check_hooks, check_idle, check_loss_fn, check_one_model
+from amp_widgets.analysis.fake_step import NOT_COUNTED, PREDICTED, FakeSteps, PredictedStep, TooLargeError, settings_with
+from amp_widgets.analysis.real_step import free_memory_bytes, real_step
+from amp_widgets.analysis.trial import (
+    check_batch,
+    check_hooks,
+    check_idle,
+    check_loss_fn,
+    check_not_compiled,
+    check_one_model,
+)
 from amp_widgets.core.deaths import out_of_memory_in
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.budget import checked_budget, told_apart
 from amp_widgets.core.memory.death import clear_finished_frames, roots_of_dead_passes
 from amp_widgets.core.memory.dissolve import dissolve
 from amp_widgets.core.memory.profile import StepProfile, memory_text
@@ -43,7 +51,8 @@ class BatchSize:
     obtained
         How, see `amp_widgets.analysis.fake_step.PredictedStep`.
     capped
-        Whether larger ones fit too, and were not looked for.
+        Whether larger ones may fit too, and were not looked for: they are above `LARGEST`, or could only be measured and this
+        machine has no memory for that.
     tried
         Batch sizes that were looked at → peak in bytes; infinite where a real step was ended by the budget.
     """
@@ -58,16 +67,12 @@ class BatchSize:
 
     def __str__(self) -> str:
         what = describe_settings(self.settings)
+        budget, peak = told_apart(self.budget_bytes, self.predicted_peak_bytes)
         if not self.size:
-            return (
-                f"{what}: no batch fits into {memory_text(self.budget_bytes)}; {min(self.tried)} needs "
-                f"{memory_text(self.predicted_peak_bytes)} ({self.obtained})"
-            )
+            needs = f"needs {peak}" if math.isfinite(self.predicted_peak_bytes) else "needs more"
+            return f"{what}: no batch fits into {budget}; {min(self.tried)} {needs} ({self.obtained})"
         at_least = "at least " if self.capped else ""
-        return (
-            f"{what}: batch {at_least}{self.size} fits into {memory_text(self.budget_bytes)}, with a peak of "
-            f"{memory_text(self.predicted_peak_bytes)} ({self.obtained})"
-        )
+        return f"{what}: batch {at_least}{self.size} fits into {budget}, with a peak of {peak} ({self.obtained})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,9 +132,10 @@ def max_batch_size(
     Parameters
     ----------
     steps
-        Predicts them; where it measures real steps, none goes above the budget by more than one operator's result.
+        Predicts them; where it measures real steps, none goes above the budget, or what there is on this machine, by more than
+        one operator's result, and none has more than twice the rows of the largest batch of which the peak is known.
     budget_bytes
-        Bytes.
+        Bytes; or a text such as ``"8 GB"``.
     autocast, checkpointed, fp32_layers
         As in `FakeSteps.step`.
     at_most
@@ -139,33 +145,47 @@ def max_batch_size(
     ------
     SettingsError
         When the budget is no number above 0, the batch has no size, or the settings cannot be in force.
+    RunError
+        When the model is compiled.
     Exception
         What the user's code raises with the batch as it is, or with a larger one.
     """
-    budget = _budget(budget_bytes)
+    budget = checked_budget(budget_bytes, "largest_batch")
+    steps.check_not_compiled()
     given = steps.batch_size
     if given is None:
         raise SettingsError("batch: got no tensor with a dimension, expected a batch whose size can be changed")
     if type(at_most) is not int or at_most < 1:
         raise SettingsError(f"at_most: got {at_most!r}, expected a whole number of rows, at least 1")
 
-    def step_of(size: int) -> PredictedStep:
+    real_limit = min(budget, steps.at_hand_bytes)
+
+    def step_of(size: int, real_at_most: int) -> PredictedStep:
         return steps.step(
-            autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers, batch_size=size, limit_bytes=budget
+            autocast=autocast,
+            checkpointed=checkpointed,
+            fp32_layers=fp32_layers,
+            batch_size=size,
+            limit_bytes=real_limit,
+            real_at_most=real_at_most,
         )
 
-    search = _Search(step_of, budget, given, at_most)
+    search = _Search(step_of, budget, real_limit, given, at_most)
     search.run()
     size = search.fitting if search.fitting in search.peaks else 0
     last = search.last
-    assert last is not None
+    if last is None:
+        raise RunError(
+            f"largest_batch: no batch that runs fits into {memory_text(real_limit)}, and none can be predicted"
+            + (f", because {steps.because}" if steps.because else "")
+        )
     return BatchSize(
         size=size,
         predicted_peak_bytes=search.peaks[size] if size else search.peaks[min(search.peaks)],
         budget_bytes=budget,
         settings=last.settings,
         obtained=last.obtained,
-        capped=size == at_most,
+        capped=size == at_most or (search.real and real_limit < budget),
         tried=dict(sorted(search.peaks.items())),
     )
 
@@ -199,15 +219,18 @@ def confirm(
     ------
     SettingsError
         When the settings cannot be in force.
+    SessionClosedError
+        When the session was closed.
     RunError
-        When there is no model and optimizer, a step is in progress, or the loss is none.
+        When there is no optimizer, a step is in progress, model or loss function are compiled, or the loss is none.
     """
     verb = "confirm"
-    if loop.model is None or not loop.optimizers:
-        raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
     model, pair = check_idle(loop, verb), check_batch(batch, verb)
+    if not loop.optimizers:
+        raise RunError(f"{verb}: the session has no optimizer, expected AmpSession(model, optimizer)")
     check_loss_fn(loss_fn, verb)
     check_one_model(model, verb)
+    check_not_compiled(loop, loss_fn, verb, NOT_COUNTED)
     check_hooks(model, verb)
     length = first_dimension(pytree.tree_leaves(pair))
     if length is None or type(batch_size) is not int or batch_size < 1:
@@ -217,7 +240,8 @@ def confirm(
     profile, because = None, None
     nbytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(pair) if is_batched(leaf, length))
     if nbytes / length * batch_size > limit_bytes:
-        because = f"the batch alone takes {memory_text(nbytes / length * batch_size)}, of {memory_text(limit_bytes)}"
+        alone, limit = told_apart(nbytes / length * batch_size, limit_bytes)
+        because = f"the batch alone takes {alone}, of {limit}"
     else:
         try:
             profile, _ = real_step(
@@ -249,9 +273,13 @@ def free_after(error: BaseException) -> None:
 class _Search:
     """Finds the last size that fits, by lines through the peaks that are known."""
 
-    def __init__(self, step_of: Callable[[int], PredictedStep], budget: float, given: int, at_most: int) -> None:
+    def __init__(
+        self, step_of: Callable[[int, int], PredictedStep], budget: float, real_limit: float, given: int, at_most: int
+    ) -> None:
         self._step_of = step_of
         self._budget = budget
+        self._real_limit = real_limit
+        self.real = False  # whether real steps are run, which are approached with care
         self._given = given
         self._at_most = at_most
         self.peaks: dict[int, float] = {}
@@ -268,10 +296,14 @@ class _Search:
 
     def _look_at(self, size: int) -> None:
         try:
-            step = self._step_of(size)
+            step = self._step_of(size, self._real_at_most)
+        except TooLargeError:
+            self._run_real()
+            return  # another size is looked at instead
         except Exception as error:
             ran_out = out_of_memory_in(error)
             if ran_out is not None:
+                self._run_real()
                 self.peaks[size] = math.inf
                 free_after(ran_out)
             elif size < self._given:  # such as one row for BatchNorm: smaller ones do not run either
@@ -282,12 +314,35 @@ class _Search:
         else:
             self.last = step
             self.peaks[size] = float(step.peak_bytes)
+            if step.obtained != PREDICTED:
+                self._run_real()
         if self.peaks[size] <= self._budget:
             self.fitting = max(self.fitting, size)
         else:
             self._too_large = min(self._too_large, size)
 
+    @property
+    def _real_at_most(self) -> int:
+        """What is run for the first time is no more than twice what is known to fit, or the batch that the user has given."""
+        return max(self._given, 2 * self.fitting)
+
+    def _run_real(self) -> None:
+        self.real = True
+        self._budget = self._real_limit
+
     def _next(self) -> int:
+        """A size between what fits and what does not; a real step's no larger than `_real_at_most`."""
+        size = self._guess()
+        if self.real:
+            low = self.fitting
+            size = min(size, max(self._real_at_most, low + 1))
+            if [each for each, peak in self.peaks.items() if math.isfinite(peak)] == [
+                low
+            ]:  # no line: in proportion, which is above it
+                size = min(size, max(low + 1, math.floor(low * self._budget / max(self.peaks[low], 1.0))))
+        return size
+
+    def _guess(self) -> int:
         """A size between what fits and what does not.
 
         The peak is the largest of many sums, each of which grows with the batch along a line: a line through two peaks is
@@ -319,27 +374,9 @@ class _Search:
         return math.floor(min(one + (self._budget - self.peaks[one]) / rise, self._at_most))
 
 
-def _budget(value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not (0 < value < math.inf):
-        raise SettingsError(f"budget_bytes: got {value!r}, expected a number of bytes above 0, such as 8e9 for 8 GB")
-    return float(value)
-
-
 def _limit(loop: LiveLoop, budget_bytes: float | None) -> float:
     if budget_bytes is not None:
-        return _budget(budget_bytes)
+        return checked_budget(budget_bytes, "confirm")
     if loop.memory_budget is not None:
         return loop.memory_budget
     return free_memory_bytes() if loop.device.type == "cpu" else math.inf
-
-
-def free_memory_bytes() -> float:
-    """What is free on this machine, for new processes; infinite where that is not known."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return 1024.0 * int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return math.inf

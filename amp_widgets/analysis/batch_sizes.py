@@ -13,13 +13,15 @@ from typing import Any, cast
 
 import torch
 
-from amp_widgets.analysis.batch_size import BatchSize, Confirmation, confirm, free_memory_bytes, max_batch_size
+from amp_widgets.analysis.batch_size import BatchSize, Confirmation, confirm, max_batch_size
 from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.corners import Corner, Grid, LayerChoice, corners_of
-from amp_widgets.analysis.fake_step import FakeSteps, fake_steps
+from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, fake_steps
+from amp_widgets.analysis.real_step import free_memory_bytes
 from amp_widgets.analysis.table import table_html, table_text
-from amp_widgets.analysis.trial import check_idle
+from amp_widgets.analysis.trial import check_idle, check_not_compiled
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.budget import checked_budget, told_apart
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import AutocastName
 from amp_widgets.errors import AmpWidgetsError, SettingsError
@@ -105,12 +107,16 @@ class BatchSizes(Sequence[BatchSizeRow]):
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         return f"<div><b>{html.escape(str(self))}</b>{table_html(self.to_table(), words=_WORDS)}{notes}</div>"
 
+    def _peak_text(self, peak_bytes: float) -> str:
+        """As long as it is another one than that of the budget."""
+        return told_apart(peak_bytes, self.budget_bytes)[0]
+
     def _cells(self, row: BatchSizeRow) -> tuple[str, ...]:
         first = self.rows[0].size
         ratio = f"×{row.size / first:.2f}" if first and row.size else ""
         found, done = row.found, row.confirmed
         size = "not known" if found is None else "none fits" if not row.size else f"{'at least ' * found.capped}{found.size:,}"
-        predicted = "" if found is None or not row.size else memory_text(found.predicted_peak_bytes)
+        predicted = "" if found is None or not row.size else self._peak_text(found.predicted_peak_bytes)
         if row.why_not is not None:
             confirmed = row.why_not
         elif done is None:
@@ -118,7 +124,7 @@ class BatchSizes(Sequence[BatchSizeRow]):
         elif done.profile is None:
             confirmed = "ran out of memory"
         else:
-            confirmed = f"{memory_text(done.peak_bytes)}{'' if done.fits else ', too much'}"
+            confirmed = f"{self._peak_text(done.peak_bytes)}{'' if done.fits else ', too much'}"
         return row.label, str(len(row.checkpointed)), size, ratio, predicted, confirmed
 
 
@@ -142,7 +148,8 @@ def largest_batch(
     loop, batch, loss_fn
         As in `amp_widgets.analysis.fake_step.fake_steps`.
     budget_bytes
-        What a step may hold. None: the session's memory budget; without one what the GPU has, or what is free on this machine.
+        What a step may hold: a number, or a text such as ``"8 GB"``. None: the session's memory budget; without one what the
+        GPU has, or what is free on this machine.
     grid, planned
         Which settings, as in `amp_widgets.analysis.corners.corners_of`. None: every format with every set of layers there is.
     confirm
@@ -158,9 +165,13 @@ def largest_batch(
     ------
     SettingsError
         When the budget or the grid is none, or the batch has no size.
+    SessionClosedError
+        When the session was closed.
     RunError
-        As `fake_steps` does.
+        As `fake_steps` does, and when the model or the loss function is compiled.
     """
+    check_idle(loop, VERB)
+    check_not_compiled(loop, loss_fn, VERB, NOT_COUNTED)
     teller = _Teller(on_progress)
     table = known
     if table is None:
@@ -184,6 +195,9 @@ class _Stoppable:
         self._steps = steps
         self._cancelled = cancelled
         self.batch_size = steps.batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
 
     def step(self, **settings: Any) -> Any:
         if self._cancelled():
@@ -216,7 +230,6 @@ def _predicted(
     teller: _Teller,
     cancelled: Callable[[], bool],
 ) -> BatchSizes:
-    check_idle(loop, VERB)
     budget = budget_of(loop, budget_bytes)
     corners, left_out = corners_of(loop, grid, planned)
     rows: list[BatchSizeRow] = []
@@ -298,10 +311,10 @@ def budget_of(loop: LiveLoop, budget_bytes: float | None) -> float:
     Raises
     ------
     SettingsError
-        When nothing is said, and nothing known.
+        When what is said is no budget, or nothing is said and nothing known.
     """
     if budget_bytes is not None:
-        return budget_bytes  # checked by what takes it
+        return checked_budget(budget_bytes, VERB)
     if loop.memory_budget is not None:
         return loop.memory_budget
     found = float(torch.cuda.mem_get_info(loop.device)[1]) if loop.device.type == "cuda" else free_memory_bytes()

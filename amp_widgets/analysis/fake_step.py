@@ -19,10 +19,19 @@ from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_kernels import UnfakeableError
 from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining, first_dimension
-from amp_widgets.analysis.real_step import real_step
+from amp_widgets.analysis.held_interrupt import interrupts_held
+from amp_widgets.analysis.real_step import free_memory_bytes, real_step
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
-from amp_widgets.analysis.trial import check_batch, check_hooks, check_idle, check_loss_fn, check_one_model, region
+from amp_widgets.analysis.trial import (
+    check_batch,
+    check_hooks,
+    check_idle,
+    check_loss_fn,
+    check_not_compiled,
+    check_one_model,
+    region,
+)
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
@@ -37,6 +46,11 @@ from amp_widgets.core.settings import AutocastName, Settings, describe_settings
 from amp_widgets.errors import RunError, SettingsError
 
 PREDICTED = "predicted on fake tensors"
+NOT_COUNTED = "is not followed op by op, so that its memory can neither be predicted nor limited"
+
+
+class TooLargeError(RunError):
+    """A step can only be measured, and has more rows than real steps are run with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,9 +168,9 @@ class FakeSteps:
         measures: bool = True,
         prepare: Callable[[nn.Module, Sequence[torch.optim.Optimizer]], None] | None = None,
     ) -> None:
-        if loop.model is None or not loop.optimizers:
-            raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
         model = check_idle(loop, verb)
+        if not loop.optimizers:
+            raise RunError(f"{verb}: the session has no optimizer, expected AmpSession(model, optimizer)")
         self._batch = check_batch(batch, verb)
         check_loss_fn(loss_fn, verb)
         check_one_model(model, verb)
@@ -172,6 +186,8 @@ class FakeSteps:
         self._learned: set[str] = set()  # checkpointed layers whose first call is over
         self.because: str | None = None
         """Why steps are not predicted on fake tensors; None as long as they are."""
+        self.keeps_gradients = False
+        """Whether predicted steps begin with the gradients of a step that was predicted before, and add to them."""
 
     @property
     def batch_size(self) -> int | None:
@@ -186,6 +202,7 @@ class FakeSteps:
         fp32_layers: Iterable[str] | None = None,
         batch_size: int | None = None,
         limit_bytes: float = math.inf,
+        real_at_most: int | None = None,
     ) -> PredictedStep:
         """One step.
 
@@ -200,9 +217,13 @@ class FakeSteps:
             For a real step, rows of the batch are repeated.
         limit_bytes
             A real step that goes above it ends with a `MemoryBudgetError`, on a CPU.
+        real_at_most
+            The largest batch size that a real step is run with; None for any.
 
         Raises
         ------
+        TooLargeError
+            When a real step was needed with more rows than `real_at_most`.
         SettingsError
             When the settings cannot be in force, or the batch size is none.
         RunError
@@ -218,7 +239,11 @@ class FakeSteps:
                 return self._predict(settings, size)
             except Exception as error:  # whatever it is: the real step has the last word
                 because = because_of(error)
+            except BaseException:
+                self._training = None
+                raise
             self._training = None  # it was left in the middle of a step
+            self._check_real(size, real_at_most, because)
             try:
                 step = self._measure(model, settings, size, limit_bytes, because)
             except Exception as error:
@@ -227,7 +252,30 @@ class FakeSteps:
                 raise  # what the user is to see; else the next step may run on fake tensors
             self.because = because
             return step
+        self._check_real(size, real_at_most, self.because)
         return self._measure(model, settings, size, limit_bytes, self.because)
+
+    def check_not_compiled(self) -> None:
+        """Check that real steps can be followed op by op, so that a limit ends them.
+
+        Raises
+        ------
+        RunError
+            When model or loss function are compiled.
+        """
+        check_not_compiled(self._loop, self._loss_fn, self._verb, NOT_COUNTED)
+
+    @property
+    def at_hand_bytes(self) -> float:
+        """What a real step may come to here: what model, gradients and optimizers hold and what is free; on a GPU infinite.
+
+        There the allocator refuses what is too much; on a CPU the process may be ended for it.
+        """
+        if self._loop.device.type != "cpu":
+            return math.inf
+        tensors = [each for each in state_of(self._open_model(), self._loop.optimizers) if isinstance(each, torch.Tensor)]
+        with torch._C.DisableTorchFunction():
+            return sum(each.nbytes for each in {id(each): each for each in tensors}.values()) + free_memory_bytes()
 
     def close(self) -> None:
         """Let go of the model and its copy, and of what it was given."""
@@ -236,8 +284,16 @@ class FakeSteps:
 
     # ---- private ----------------------------------------------------------------------------------------------------
 
+    def _check_real(self, size: int | None, at_most: int | None, because: str) -> None:
+        rows = self._length if size is None else size
+        if at_most is not None and rows is not None and rows > at_most:
+            raise TooLargeError(
+                f"{self._verb}: a step with batch {rows} cannot be predicted, because {because}; and with more than {at_most} "
+                "none is run"
+            )
+
     def _predict(self, settings: Settings, size: int | None) -> PredictedStep:
-        with self._loop.set_aside(), Snapshot(nn.Module(), ()):  # of the random states alone
+        with interrupts_held(), self._loop.set_aside(), Snapshot(nn.Module(), ()):  # of the random states alone
             if self._training is None:
                 assert self._loss_fn is not None
                 self._training = FakeTraining(self._open_model(), self._loop.optimizers, self._loss_fn)
@@ -271,6 +327,7 @@ class FakeSteps:
                 settings,
                 device.type,
                 scaler=FakeScaler(device.type, init_scale=settings.start_scale, enabled=settings.scales_loss),
+                keeps_gradients=self.keeps_gradients,
                 verb=self._verb,
             )
             if not all(optimizer.state for optimizer in optimizers):
@@ -280,7 +337,8 @@ class FakeSteps:
                 with region(settings.autocast, device.type):
                     model(training.batch(self._batch, device, size)[0])
             self._learned.update(settings.checkpointed)
-            training.begin()
+            if not self.keeps_gradients:
+                training.begin()
             inputs, targets = training.batch(self._batch, device, size)
             return followed(model, optimizers, lambda: step.run(inputs, targets), device)
 

@@ -15,8 +15,10 @@ from torch import nn
 
 from amp_widgets.analysis.cuda_operators import cuda_operators
 from amp_widgets.analysis.cuda_policy import cuda_policy
-from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
+from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, PredictedStep, fake_steps
+from amp_widgets.analysis.held_interrupt import interrupts_held
 from amp_widgets.analysis.table import table_html, table_text
+from amp_widgets.analysis.trial import check_idle, check_not_compiled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.caching_allocator import replay_training
 from amp_widgets.core.memory.lives import BUFFER, GRADIENT, OPTIMIZER, PARAMETER
@@ -170,6 +172,8 @@ def cuda_steps(
         )
     if loop.device.type != "cpu":
         raise RunError(f"{verb}: got a model on {loop.device}, expected one on the CPU, from which CUDA is predicted")
+    check_idle(loop, verb)
+    check_not_compiled(loop, loss_fn, verb, NOT_COUNTED)
     with fake_steps(loop, batch, loss_fn, verb=verb, measures=False, prepare=_as_on_cuda) as steps:
         yield CudaSteps(steps)
 
@@ -215,7 +219,7 @@ class CudaSteps:
         RunError
             When the step does not run on fake tensors, or would not run on CUDA; the message says why.
         """
-        with cuda_policy(), cuda_operators():
+        with interrupts_held(), cuda_policy(), cuda_operators():
             predicted = self._steps.step(autocast=autocast, checkpointed=checkpointed, batch_size=batch_size)
         return _prediction(predicted)
 

@@ -76,14 +76,14 @@ class Plan:
     budget_bytes
         What a step may hold at a time.
     predicted_peak_bytes
-        Of the first step with `layers` checkpointed, in the format in force. Later ones need about the same: in the first, a
-        copy of a layer's inputs is held while the layer runs.
+        Of the first step with `layers` checkpointed, in the format in force, with a margin of 0.1 %, at most 4 kB. Later ones
+        need about the same: in the first, a copy of a layer's inputs is held while the layer runs.
     predicted_extra_seconds
         What the step takes more than with no layer checkpointed.
     autocast
         The format in force.
     fits
-        Whether the predicted peak is within the budget.
+        Whether the predicted peak is within the budget. Where it is not, the plan can be requested all the same.
     least_peak_bytes
         The lowest predicted peak that was found with any set of layers; budgets below it do not fit.
     obtained
@@ -96,6 +96,8 @@ class Plan:
         Other sets, and this one, on the curve of peak against time.
     alternatives
         Where nothing fits: what else would help.
+    notes
+        Sentences about what the loop of the run holds besides a plain training step.
     """
 
     layers: tuple[str, ...]
@@ -110,6 +112,7 @@ class Plan:
     candidates: int
     points: tuple[PlanPoint, ...]
     alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def predicted_extra_s(self) -> float:
@@ -143,13 +146,18 @@ class Plan:
         advice = f"; what would fit instead: {', '.join(helps)}" if helps else ""
         return f"plan for {budget} in {self.autocast}: no set of layers fits; {least}{nearest}{advice}"
 
+    @property
+    def explanation(self) -> str:
+        """How it was obtained, and what is to be noted."""
+        return " ".join([self.obtained, *(f"Note: {note}." for note in self.notes)])
+
     def __repr__(self) -> str:
-        return "\n".join([str(self), *table_text(self.to_table(), words=_WORDS), self.obtained])
+        return "\n".join([str(self), *table_text(self.to_table(), words=_WORDS), self.explanation])
 
     def _repr_html_(self) -> str:
         return (
             f"<div><b>{html.escape(str(self))}</b>{table_html(self.to_table(), words=_WORDS)}"
-            f"<div>{html.escape(self.obtained)}</div></div>"
+            f"<div>{html.escape(self.explanation)}</div></div>"
         )
 
 

@@ -15,11 +15,12 @@ from amp_widgets.analysis.choice import Choice, ChosenBy, chosen_by
 from amp_widgets.analysis.corners import all_layers
 from amp_widgets.analysis.extra_time import ExtraTimes, extra_times
 from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
+from amp_widgets.analysis.loop_memory import NOTHING_BESIDES, Expected, besides_of, newest_peaks
 from amp_widgets.analysis.peak_model import PeakModel, first_step_peak
 from amp_widgets.analysis.plan import CURVE, PLAN, Alternative, Plan, PlanPoint
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.memory.budget import checked_budget
 from amp_widgets.core.settings import AutocastName
-from amp_widgets.errors import SettingsError
 
 Layers = tuple[str, ...]
 
@@ -30,8 +31,12 @@ def plan(loop: LiveLoop, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn
     A step without checkpointing is predicted on fake tensors, with the other settings as they are in force. It tells what each
     layer holds and when, and so what checkpointing it would change at each moment. The cheapest set that is within the budget
     at all of them is looked for, and the step with that set is predicted, too: what is promised is the peak of that step, with
-    what the first one with these layers needs besides. Where it is above the budget, the search goes on with less. A set that
-    people would choose, such as all layers or every second, is taken instead if it fits and is cheaper.
+    what the first one with these layers needs besides, and a margin of 0.1 %, at most 4 kB. Where it is above the budget, the
+    search goes on with less. A set that people would choose, such as all layers or every second, is taken instead if it fits and
+    is cheaper.
+
+    The newest steps of the run are compared with what is predicted for them: a loop that accumulates gradients, or keeps outputs
+    or an average of the weights, holds more, and so will steps with other layers. See `amp_widgets.analysis.loop_memory`.
 
     Model, optimizers, random states and the settings in force are as before afterwards. Real forward and backward passes are run
     to time the layers.
@@ -55,7 +60,7 @@ def plan(loop: LiveLoop, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn
         When the session has no optimizer or several models, a step is in progress, the model is compiled, the batch is no pair,
         or the loss is none that a backward pass can begin from.
     """
-    budget = _checked(budget_bytes)
+    budget = checked_budget(budget_bytes, "plan")
     with planning(loop, batch, loss_fn) as planner:
         return planner.plan(budget)
 
@@ -105,6 +110,7 @@ class Planner:
         self._step_s = 0.0  # for predicting one
         self._budget = math.nan
         self._begun_s = 0.0
+        self._besides = NOTHING_BESIDES
 
     def plan(self, budget_bytes: float) -> Plan:
         """The plan for a budget; see `plan`.
@@ -116,12 +122,13 @@ class Planner:
         RunError
             As `plan` does.
         """
-        self._budget = _checked(budget_bytes)
+        self._budget = checked_budget(budget_bytes, "plan")
         self._begun_s = time.perf_counter()
         settings = self._loop.settings
         if self._learned_for != (settings.autocast, settings.fp32_layers):
             self._learn()
             self._learned_for = settings.autocast, settings.fp32_layers
+        self._compare_with_run()
         self._named["yours"] = settings.checkpointed
         self._chosen_by: ChosenBy = chosen_by()
         best = self._search()
@@ -146,6 +153,7 @@ class Planner:
             candidates=self._candidates,
             points=points,
             alternatives=self._alternatives(chosen) if best is None else (),
+            notes=(self._besides.note,) if self._besides.note else (),
         )
 
     def _learn(self) -> None:
@@ -153,21 +161,16 @@ class Planner:
         loop = self._loop
         layers = loop.layers
         self._order = {layer.name: at for at, layer in enumerate(layers)}
-        base = self._steps.step(checkpointed=())
-        self._peaks: dict[Layers, float] = {(): base.peak_bytes}
-        usable = [layer.name for layer in layers if layer.why_not is None and not layer.structural]
-        self._candidates = len(usable)
-        self._model = model = _model_of(base, usable)
+        self._usable = [layer.name for layer in layers if layer.why_not is None and not layer.structural]
+        self._candidates = len(self._usable)
+        self._known: dict[tuple[bool, Layers], Expected] = {}
+        self._besides = NOTHING_BESIDES
+        self._learn_peaks()
         everything = all_layers(layers)
         times = extra_times(loop, self._batch, self._loss_fn, verb="plan", together=everything)
-        self._times: ExtraTimes = times.scaled(model.spared)
-        self._choice = Choice(
-            held_bytes=model.held_bytes,
-            change_bytes=model.change_bytes,
-            cost_s=np.array([self._cost_s([name]) for name in model.names]),
-            exclusive=model.nested(),
-        )
-        parts = [name for name in everything if name in model.names]
+        self._times: ExtraTimes = times.scaled(self._model.spared)
+        self._learn_choice()
+        parts = [name for name in everything if name in self._model.names]
         root = max(2, math.ceil(math.sqrt(len(parts))))
         self._named: dict[str, Layers] = {
             "none": (),
@@ -175,7 +178,56 @@ class Planner:
             "every second": tuple(parts[::2]),
             "√n": tuple(part for at, part in enumerate(parts) if at % root),  # every √n-th keeps what it holds
         }
+
+    def _learn_peaks(self) -> None:
+        """Predict a step with no layer checkpointed, with gradients kept or not."""
+        self._steps.keeps_gradients = self._besides.keeps_gradients
+        base = self._steps.step(checkpointed=())
+        self._known[self._besides.keeps_gradients, ()] = _expected(base)
+        self._peaks: dict[Layers, float] = {(): self._besides.promised(base.peak_bytes)}
+        self._model = _model_of(base, self._usable)
         self._least_known: Layers | None = None
+
+    def _learn_choice(self) -> None:
+        model = self._model
+        self._choice = Choice(
+            held_bytes=model.held_bytes,
+            change_bytes=model.change_bytes,
+            cost_s=np.array([self._cost_s([name]) for name in model.names]),
+            exclusive=model.nested(),
+        )
+
+    def _compare_with_run(self) -> None:
+        """Find what the loop holds besides a plain step, and count it in all peaks."""
+        measured = newest_peaks(self._loop)
+        layers = self._ordered(self._loop.settings.checkpointed)
+        besides = self._besides
+        if measured is not None:
+            besides = besides_of(measured, self._expect(False, layers), lambda: self._kept(layers))
+        if besides == self._besides:
+            return
+        again = besides.keeps_gradients != self._besides.keeps_gradients
+        self._besides = besides
+        if again:
+            self._learn_peaks()
+            self._learn_choice()
+        self._steps.keeps_gradients = besides.keeps_gradients
+        known = {names: step.first_peak_bytes for (keeps, names), step in self._known.items() if keeps == besides.keeps_gradients}
+        self._peaks = {names: besides.promised(peak) for names, peak in known.items()}
+
+    def _expect(self, keeps_gradients: bool, layers: Layers) -> Expected:
+        """Of a step, predicted once."""
+        key = keeps_gradients, layers
+        if key not in self._known:
+            before, self._steps.keeps_gradients = self._steps.keeps_gradients, keeps_gradients
+            try:
+                self._known[key] = _expected(self._steps.step(checkpointed=layers))
+            finally:
+                self._steps.keeps_gradients = before
+        return self._known[key]
+
+    def _kept(self, layers: Layers) -> Expected | None:
+        return self._expect(True, layers) if self._steps.because is None else None
 
     # ---- sets of layers ---------------------------------------------------------------------------------------------
 
@@ -184,12 +236,13 @@ class Planner:
         key = self._ordered(names)
         if key not in self._peaks:
             begun_s = time.perf_counter()
-            self._peaks[key] = _first_peak(self._steps.step(checkpointed=key))
+            expected = self._expect(self._besides.keeps_gradients, key)
+            self._peaks[key] = self._besides.promised(expected.first_peak_bytes)
             self._step_s = time.perf_counter() - begun_s
         return self._peaks[key]
 
     def _estimate(self, names: Iterable[str]) -> float:
-        return self._model.peak_bytes(names)
+        return self._besides.promised(self._model.peak_bytes(names))
 
     def _cost_s(self, names: Iterable[str]) -> float:
         """One inside another is computed again twice."""
@@ -219,12 +272,13 @@ class Planner:
                 return names
             tried.append(found)
             # What it was estimated too low by now comes off, so that the next one is not above for the same reason.
-            limit = min(limit, self._budget - (peak - self._choice.peak_bytes(found)))
+            limit = min(limit, self._budget - (peak - self._estimate(names)))
         return None
 
     def _cheapest(self, limit: float, without: Sequence[frozenset[int]], time_limit_s: float) -> frozenset[int] | None:
         """The cheapest set by estimate; greedily where the solver finds none in time."""
         self._chosen_by = chosen_by()
+        limit = self._besides.room(limit)
         found = self._choice.cheapest(limit, without=without, time_limit_s=time_limit_s)
         if found is None and (found := self._choice.greedily(limit, without=without)) is not None:
             self._chosen_by = "greedy"
@@ -347,7 +401,7 @@ class Planner:
     def _peak_of(self, layers: Layers, **other: Any) -> float | None:
         """Of a step that is not the one in question; None where it cannot be run, as one with a batch of 1 often cannot."""
         try:
-            return _first_peak(self._steps.step(checkpointed=layers, **other))
+            return self._besides.promised(_first_peak(self._steps.step(checkpointed=layers, **other)))
         except Exception:  # the user's own code may raise anything with other sizes
             return None
 
@@ -372,12 +426,6 @@ def _first_peak(step: PredictedStep) -> float:
     return step.peak_bytes if step.complete is None else first_step_peak(step.complete, step.settings.checkpointed)
 
 
-def _checked(budget: object) -> float:
-    if not isinstance(budget, (bool, str, bytes)):
-        try:
-            number = float(budget)  # type: ignore[arg-type]  # of NumPy and torch, too
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            number = math.nan
-        if math.isfinite(number) and number > 0:
-            return number
-    raise SettingsError(f"budget_bytes: got {budget!r}, expected a number of bytes above 0, such as 8e9 for 8 GB")
+def _expected(step: PredictedStep) -> Expected:
+    end = step.profile.total_bytes[-1] if len(step.profile.total_bytes) else math.nan
+    return Expected(peak_bytes=step.peak_bytes, first_peak_bytes=_first_peak(step), end_bytes=float(end))

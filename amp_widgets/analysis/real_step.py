@@ -116,6 +116,18 @@ def real_batch(batch: Any, device: torch.device, size: int | None) -> tuple[Any,
     return copy_of_batch(rows, device)
 
 
+def free_memory_bytes() -> float:
+    """What is free on this machine, for new processes; infinite where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return 1024.0 * int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return math.inf
+
+
 @contextlib.contextmanager
 def switched(model: nn.Module, settings: Settings) -> Iterator[None]:
     """Exactly the layers that the settings name are checkpointed and kept in FP32; afterwards those that were."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.trial import check_loss, region
 from amp_widgets.core.settings import Settings
@@ -31,6 +32,8 @@ class TrainingStep:
         Of the model.
     scaler
         For all steps; else each has a ``GradScaler`` of its own, made for the settings.
+    keeps_gradients
+        Whether gradients are added to those of the step before, as with gradient accumulation and ``set_to_none=False``.
     verb
         What is being done, for messages.
 
@@ -49,6 +52,7 @@ class TrainingStep:
         device_type: str,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        keeps_gradients: bool = False,
         verb: str,
     ) -> None:
         self._model = model
@@ -56,6 +60,7 @@ class TrainingStep:
         self._loss_fn = loss_fn
         self._settings = settings
         self._device_type = device_type
+        self._keeps_gradients = keeps_gradients
         self._with_closure = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
         if self._with_closure and settings.scales_loss:
             raise RunError(
@@ -75,6 +80,9 @@ class TrainingStep:
         """
         if self._given is None:
             self._scaler = self._new_scaler()  # within the step, so that its tensors count as those of the run's scaler do
+        for leaf in pytree.tree_leaves((inputs, targets)):
+            if isinstance(leaf, torch.Tensor):
+                leaf.detach()  # so that it is seen, and counted, from the beginning, as in a run that has had the batch before
         loss = None  # alive to the end, as in most loops
         if len(self._with_closure) < len(self._optimizers):
             loss = self._passes(inputs, targets)
@@ -92,7 +100,7 @@ class TrainingStep:
         return _ready(scaler, self._device_type)
 
     def _passes(self, inputs: Any, targets: Any) -> torch.Tensor:
-        for optimizer in self._optimizers:
+        for optimizer in () if self._keeps_gradients else self._optimizers:
             optimizer.zero_grad()
         with region(self._settings.autocast, self._device_type):
             loss = check_loss(self._loss_fn(self._model(inputs), targets))

@@ -22,7 +22,7 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.compiled import is_compiled
 from amp_widgets.core.models import Together
 from amp_widgets.core.settings import AutocastName
-from amp_widgets.errors import RunError
+from amp_widgets.errors import RunError, SessionClosedError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -164,12 +164,7 @@ def trial(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, backw
     model, pair = check_idle(loop, verb), check_batch(batch, verb)
     check_loss_fn(loss_fn, verb)
     check_one_model(model, verb)
-    if loop.compiled or is_compiled_function(loss_fn):
-        what = "the model" if loop.compiled else "loss_fn"
-        raise RunError(
-            f"{verb}: {what} is compiled by torch.compile, and compiled code cannot be followed layer by layer, nor does it draw "
-            "the same random numbers; call it on a model that is not compiled"
-        )
+    check_not_compiled(loop, loss_fn, verb, "cannot be followed layer by layer, nor does it draw the same random numbers")
     if backward:
         check_hooks(model, verb)
     with loop.set_aside(), Snapshot(model, loop.optimizers, loss_fn=loss_fn) as snapshot:
@@ -188,14 +183,14 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
 
     Raises
     ------
+    SessionClosedError
+        When the loop is closed.
     RunError
-        When the loop is closed, or trains.
+        When it trains.
     """
     model = loop.model
     if model is None:
-        raise RunError(
-            f"{verb}: the session is closed and has let go of its model; make one for it: aw.AmpSession(model, optimizer)"
-        )
+        raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; {loop.go_on}")
     if getattr(loop, "run_state", "none") == "running" and loop.lent_to != threading.get_ident():  # a session's
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
     if loop.lent_to not in (None, threading.get_ident()):
@@ -222,6 +217,22 @@ def check_one_model(model: nn.Module, verb: str) -> None:
         raise RunError(f"{verb}: this session controls several models, and it is not known which of them takes the batch")
     if any(map(nn.parameter.is_lazy, (*nn.Module.parameters(model), *nn.Module.buffers(model)))):
         raise RunError(f"{verb}: the model has parameters without a shape yet (a lazy module); run it once first: model(inputs)")
+
+
+def check_not_compiled(loop: LiveLoop, loss_fn: object, verb: str, why: str) -> None:
+    """Check that neither the model nor the loss function goes through ``torch.compile``; `why` follows "compiled code".
+
+    Raises
+    ------
+    RunError
+        When one does.
+    """
+    if loop.compiled or is_compiled_function(loss_fn):
+        what = "the model" if loop.compiled else "loss_fn"
+        raise RunError(
+            f"{verb}: {what} is compiled by torch.compile, and compiled code {why}; call it on "
+            f"{'a model' if loop.compiled else 'one'} that is not compiled"
+        )
 
 
 def check_hooks(model: nn.Module, verb: str) -> None:

@@ -239,7 +239,7 @@ def _plan_traits(plan: Plan | None) -> dict[str, Any]:
         "layers": list(plan.layers),
         "fits": plan.fits,
         "rows": [list(row) for row in plan.to_table()],
-        "obtained": f"Chosen by: {plan.chosen_by}. {plan.obtained}",
+        "obtained": f"Chosen by: {plan.chosen_by}. {plan.explanation}",
         "range": _range(plan),
     }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,12 @@ from torch import Tensor, nn
 
 from amp_widgets.analysis import batch_size as module
 from amp_widgets.analysis.batch_size import BatchSize, confirm, max_batch_size
-from amp_widgets.analysis.fake_step import PREDICTED, fake_steps, predict_step
+from amp_widgets.analysis.batch_sizes import largest_batch
+from amp_widgets.analysis.fake_step import PREDICTED, TooLargeError, fake_steps, predict_step
+from amp_widgets.analysis.on_cuda import predict_on_cuda
 from amp_widgets.core.memory.profile import memory_text
-from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.core.settings import Settings
+from amp_widgets.errors import RunError, SessionClosedError, SettingsError
 from amp_widgets.session import AmpSession
 from tests.analysis.six_nets import NETS, Bench, mlp, recurrent, resnet
 
@@ -96,16 +101,126 @@ class Line:
     """Stands for predictions: peaks by a formula."""
 
     batch_size = 16
+    at_hand_bytes = math.inf
+    because = None
 
     def __init__(self, peak: Callable[[int], float]) -> None:
         self.peak = peak
         self.asked: list[int] = []
+
+    def check_not_compiled(self) -> None:
+        pass
 
     def step(self, *, batch_size: int, **settings: Any) -> Any:
         self.asked.append(batch_size)
         step = type("Step", (), {})()
         step.peak_bytes, step.settings, step.obtained = self.peak(batch_size), None, PREDICTED
         return step
+
+
+class Measured(Line):
+    """Stands for steps that cannot be predicted, from some size on; memory runs out where the limit says so."""
+
+    def __init__(self, peak: Callable[[int], float], predicted_below: int) -> None:
+        super().__init__(peak)
+        self.predicted_below = predicted_below
+        self.ran: list[int] = []
+        self.known = 16
+
+    def step(self, *, batch_size: int, **settings: Any) -> Any:
+        step = super().step(batch_size=batch_size)
+        if batch_size >= self.predicted_below:
+            if batch_size > settings["real_at_most"]:
+                raise TooLargeError("test")
+            assert batch_size <= max(16, 2 * self.known)
+            self.ran.append(batch_size)
+            if step.peak_bytes > settings["limit_bytes"]:
+                raise torch.OutOfMemoryError("test")
+            step.obtained = "measured: test"
+        if step.peak_bytes <= settings["limit_bytes"]:
+            self.known = max(self.known, batch_size)
+        return step
+
+
+@pytest.mark.parametrize("predicted_below", [1, 17, 100, 700])
+@pytest.mark.parametrize("peak", [lambda size: 500 + 3 * size, lambda size: 2000 if size < 300 else 4 * size + 2000])
+def test_real_steps_are_approached_by_no_more_than_twice_what_is_known_to_fit(
+    peak: Callable[[int], float], predicted_below: int
+) -> None:
+    for budget in range(2500, 40_000, 3333):
+        line: Any = Measured(peak, predicted_below)
+        found = max_batch_size(line, budget, at_most=20_000)
+        assert found.size == max(size for size in range(1, 20_001) if peak(size) <= budget)
+        assert len(line.asked) <= 40
+
+
+def test_real_steps_stay_within_the_memory_there_is() -> None:
+    line: Any = Measured(lambda size: 500 + 3 * size, 1)
+    line.at_hand_bytes = 1500
+    found = max_batch_size(line, 1e9)
+    assert (found.size, found.capped) == (333, True)
+    assert max(line.ran) == 334
+    assert "at least 333 fits" in str(_with_settings(found))
+    alone: Any = Measured(lambda size: 500 + 3 * size, 1)
+    alone.at_hand_bytes = 400
+    with pytest.raises(RunError, match="no batch that runs fits into 400 B"):
+        max_batch_size(alone, 1e9)
+
+
+def test_one_known_peak_is_continued_in_proportion() -> None:
+    line: Any = Measured(lambda size: 10 * size, 1)
+    assert max_batch_size(line, 250).size == 25
+    assert line.ran == [16, 25, 26]
+
+
+def test_a_compiled_model_runs_no_step() -> None:
+    bench = narrow()
+    bench.model.compile(backend="eager")
+    loss_fn = torch.compile(F.mse_loss, backend="eager")
+    calls: list[int] = []
+    bench.model.register_forward_hook(lambda *_: calls.append(1))
+    plain = narrow()
+    for each, loss in ((bench, F.mse_loss), (plain, loss_fn)):
+        with session(each) as ours:
+            for ask in (
+                lambda: largest_batch(ours, each.batch, loss, budget_bytes=1e9),  # noqa: B023
+                lambda: confirm(ours, each.batch, loss, batch_size=4),  # noqa: B023
+                lambda: predict_on_cuda(ours, each.batch, loss),  # noqa: B023
+            ):
+                with pytest.raises(RunError, match=r"(the model|loss_fn) is compiled by torch\.compile"):
+                    ask()
+            with fake_steps(ours, each.batch, loss) as steps, pytest.raises(RunError, match=r"compiled by torch\.compile"):
+                max_batch_size(steps, 1e9)
+    assert not calls
+
+
+def test_every_way_to_say_a_budget() -> None:
+    bench = narrow()
+    with session(bench) as ours:
+        grid = {"autocast": ["fp32"], "checkpointed": ["none"]}
+        said: list[Any] = ["2 kB", 2000, torch.tensor(2000), np.int64(2000), np.float32(2000)]
+        tables = [largest_batch(ours, bench.batch, F.mse_loss, budget_bytes=each, grid=grid) for each in said]
+        assert len({table[0].size for table in tables}) == 1
+        assert {table.budget_bytes for table in tables} == {2000.0}
+        for wrong in (0, -1, math.nan, True, "2 kilos", 10**400):
+            with pytest.raises(SettingsError, match="largest_batch: budget_bytes: got") as caught:
+                largest_batch(ours, bench.batch, F.mse_loss, budget_bytes=wrong)  # type: ignore[arg-type]
+            assert len(str(caught.value)) < 220
+    with pytest.raises(SessionClosedError, match="largest_batch: this session was closed"):
+        largest_batch(ours, bench.batch, F.mse_loss, budget_bytes=2000)
+    with pytest.raises(SessionClosedError, match="predict_on_cuda: this session was closed"):
+        predict_on_cuda(ours, bench.batch, F.mse_loss)
+
+
+def test_sizes_that_differ_are_told_apart() -> None:
+    line: Any = Line(lambda size: 8_000_000 + 4 * size)
+    assert str(_with_settings(max_batch_size(line, 8e6))) == (
+        "fp32: no batch fits into 8.000000 MB; 1 needs 8.000004 MB (predicted on fake tensors)"
+    )
+
+
+def _with_settings(found: BatchSize) -> BatchSize:
+    return dataclasses.replace(found, settings=Settings(autocast="fp32"))
 
 
 @pytest.mark.parametrize("budget", [*range(1000, 20_000, 1937), 10**5, 10**6])
@@ -173,7 +288,7 @@ def test_what_cannot_be_predicted_is_measured_under_the_budget() -> None:
 def test_what_cannot_be_asked_for_is_refused() -> None:
     bench = narrow()
     with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:
-        for wrong in (0, -1, math.nan, math.inf, "8 GB", True):
+        for wrong in (0, -1, math.nan, math.inf, "much", True, 10**400):
             with pytest.raises(SettingsError, match="budget_bytes: got"):
                 max_batch_size(steps, wrong)  # type: ignore[arg-type]
         with pytest.raises(SettingsError, match="at_most: got 0"):
@@ -289,7 +404,7 @@ def test_other_errors_are_the_users(untouched: Untouched) -> None:
             confirm(ours, bench.batch, bench.loss_fn, batch_size=1)
         with pytest.raises(RunError, match="expected \\(inputs, targets\\)"):
             confirm(ours, bench.batch[0][:3], bench.loss_fn, batch_size=1)
-    with pytest.raises(RunError, match="no model and optimizer"):
+    with pytest.raises(SessionClosedError, match="confirm: this session was closed"):
         confirm(ours, bench.batch, bench.loss_fn, batch_size=1)
 
 

@@ -577,7 +577,7 @@ def test_on_the_thread_of_a_run_that_lends_the_model() -> None:
     made: list[Any] = []
     over = threading.Event()
     session.fit([batch()], cross_entropy, epochs=None, start=False)
-    runner = session._runner
+    runner = session._background.runner
     assert runner is not None
 
     def job() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from amp_widgets.analysis import fake_step
 from amp_widgets.analysis.fake_step import PREDICTED, PredictedStep, fake_steps, predict_step
 from amp_widgets.core.memory.profile import StepProfile
-from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.errors import RunError, SessionClosedError, SettingsError
 from amp_widgets.session import AmpSession
 from tests.analysis.six_nets import NETS, Bench, mlp, recurrent, resnet, two_inputs
 
@@ -640,7 +640,7 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
         ours.begin_step()
         with pytest.raises(RunError, match="a step is in progress"):
             predict_step(ours, bench.batch, bench.loss_fn)
-    with pytest.raises(RunError, match="no model and optimizer"):
+    with pytest.raises(SessionClosedError, match="predict_step: this session was closed"):
         predict_step(ours, bench.batch, bench.loss_fn)
 
 

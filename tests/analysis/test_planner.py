@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from amp_widgets.analysis import choice, extra_time, planner
 from amp_widgets.analysis.extra_time import ExtraTimes, extra_times
 from amp_widgets.analysis.fake_step import predict_step
+from amp_widgets.analysis.loop_memory import MARGIN, Besides, Expected, NewestPeaks, besides_of
 from amp_widgets.analysis.peak_model import outermost
 from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.planner import Planner, plan, planning
@@ -230,10 +231,14 @@ def test_without_scipy_the_greedy_plan_fits_too(mlp: Bench, monkeypatch: pytest.
     assert found.predicted_extra_s >= best.predicted_extra_s * 0.998
 
 
-@pytest.mark.parametrize("budget", [0, -1, math.nan, math.inf, "8 GB", b"8", True, None, [1], 1j])
+@pytest.mark.parametrize("budget", [0, -1, math.nan, math.inf, "8 apples", b"8", True, None, [1], 1j])
 def test_a_budget_is_a_number_of_bytes(mlp: Bench, budget: Any) -> None:
     with pytest.raises(SettingsError, match=r"budget_bytes: got .*, expected a number of bytes above 0"):
         mlp.plan(budget)
+
+
+def test_a_budget_may_be_said_in_words(mlp: Bench) -> None:
+    assert mlp.plan("8 GB").budget_bytes == 8e9  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_planned_for(mlp: Bench) -> None:
@@ -242,6 +247,98 @@ def test_what_cannot_be_planned_for(mlp: Bench) -> None:
     mlp.session.close()
     with pytest.raises(RunError, match="plan: "):
         mlp.plan(1e6)
+
+
+# ---- loops that hold more than a plain step --------------------------------------------------------------------------------
+
+
+def accumulating(bench: Bench, model: nn.Module, kept: dict[str, Any]) -> None:
+    for last in (False, True):
+        with bench.session.autocast():
+            loss = F.cross_entropy(model(bench.batch[0]), bench.batch[1]) / 2
+        bench.session.scaler.scale(loss).backward()
+        del loss
+        if last:
+            bench.session.scaler.step(bench.optimizer)
+            bench.session.scaler.update()
+            bench.optimizer.zero_grad()
+
+
+def with_zeros(bench: Bench, model: nn.Module, kept: dict[str, Any]) -> None:
+    bench.optimizer.zero_grad(set_to_none=False)
+    with bench.session.autocast():
+        loss = F.cross_entropy(model(bench.batch[0]), bench.batch[1])
+    bench.session.scaler.scale(loss).backward()
+    bench.session.scaler.step(bench.optimizer)
+    bench.session.scaler.update()
+
+
+def averaging(bench: Bench, model: nn.Module, kept: dict[str, Any]) -> None:
+    average = kept.setdefault("average", [p.detach().clone() for p in model.parameters()])
+    bench.optimizer.zero_grad()
+    loss = F.cross_entropy(model(bench.batch[0]), bench.batch[1])
+    bench.session.scaler.scale(loss).backward()
+    bench.session.scaler.step(bench.optimizer)
+    with torch.no_grad():
+        for one, parameter in zip(average, model.parameters(), strict=True):
+            one.lerp_(parameter, 0.1)
+    bench.session.scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"), [(accumulating, "gradients kept"), (with_zeros, "gradients kept"), (averaging, "average of the weights")]
+)
+def test_what_the_loop_of_the_run_holds_besides_is_counted(mlp: Bench, loop: Callable[..., None], words: str) -> None:
+    model, kept = mlp.session.model, dict[str, Any]()
+    plain = mlp.plan(1e12)
+    assert plain.notes == ()
+    for _ in range(3):
+        loop(mlp, model, kept)
+    none = max(mlp.session.history.columns("peak_bytes")["peak_bytes"])
+    assert none > 1.05 * plain.predicted_peak_bytes
+    with mlp.planning() as planned:
+        least = planned.plan(1.0).least_peak_bytes
+        assert least < 0.95 * none
+        for budget in (least, (least + none) / 2):
+            found = planned.plan(budget)
+            assert found.fits
+            mlp.session.request(checkpointed=found)
+            before = len(mlp.session.history)
+            for _ in range(2):
+                loop(mlp, model, kept)
+            measured = max(mlp.session.history.columns("peak_bytes")["peak_bytes"][before:])
+            assert 0.98 * found.predicted_peak_bytes < measured <= budget
+            assert words in found.notes[0]
+            assert found.notes[0] in repr(found)
+
+
+def test_steps_with_another_batch_are_not_taken_for_a_loop_that_holds_more(mlp: Bench) -> None:
+    small = tuple(each[:24] for each in mlp.batch)
+    cut = plan(mlp.session, budget_bytes=1e12, batch=small, loss_fn=F.cross_entropy)  # type: ignore[arg-type]
+    assert cut.predicted_peak_bytes < 0.9 * mlp.plan(1e12).predicted_peak_bytes
+
+
+def test_what_is_held_besides_has_to_be_explained() -> None:
+    plain, keeping = (Expected(peak_bytes=peak, first_peak_bytes=peak + 50, end_bytes=4e5) for peak in (1e6, 1.2e6))
+
+    def found(peak: float, end: float, *, first: bool = False) -> tuple[bool, float, bool]:
+        besides = besides_of(NewestPeaks(peak_bytes=peak, end_bytes=end, first=first), plain, lambda: keeping)
+        return besides.keeps_gradients, besides.more_bytes, bool(besides.note)
+
+    assert found(1e6, 4e5) == (False, 0.0, False)
+    assert found(1e6 + 50, 4e5, first=True) == (False, 0.0, False)
+    assert found(1.2e6, 4e5) == (True, 0.0, True)
+    assert found(1.2e6, 6e5) == (False, 2e5, True)
+    assert found(1.3e6, 5e5) == (True, pytest.approx(1e5), True)
+    assert found(2e6, 5e5) == (False, 0.0, True)
+
+
+def test_what_is_promised_is_within_the_room() -> None:
+    for more in (0.0, 5e4):
+        besides = Besides(keeps_gradients=False, more_bytes=more, note="")
+        for budget in (1e5, 1e9):
+            assert besides.promised(besides.room(budget)) == pytest.approx(budget)
+    assert besides.room(1.0) == 0.0
 
 
 # ---- models of other kinds ----------------------------------------------------------------------------------------------
@@ -338,7 +435,8 @@ def test_a_planner_notices_another_format(mlp: Bench) -> None:
         mlp.session.apply_pending()
         half = planned.plan(1e12)
     assert (full.autocast, half.autocast) == ("fp32", "bf16")
-    assert half.predicted_peak_bytes == mlp.measured() < full.predicted_peak_bytes
+    assert half.predicted_peak_bytes == pytest.approx(mlp.measured() * (1 + MARGIN))
+    assert half.predicted_peak_bytes < full.predicted_peak_bytes
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Variant:
         self.name = name
         self._make_captured = functools.partial(AmpSession, memory_every=memory_every) if capture else None
         seed = aw.demo(demo, display=False)
-        training = seed._runner._training  # type: ignore[union-attr]  # the demo's own parts, without its session
+        training = seed._background.runner._training  # type: ignore[union-attr]  # the demo's own parts, without its session
         self.model, (self.optimizer,), self.loss_fn = training.model, training.optimizers, training.loss_fn
         self.batches = endless(training.batches)
         seed.close()

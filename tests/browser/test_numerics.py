@@ -167,7 +167,8 @@ def test_tabs_formats_and_checks_as_a_user_sees_them(open_notebook: OpenNotebook
     # an error is said, and nothing else is lost
     notebook.kernel.exec("def broken(output, target):\n    raise ValueError('<b>of mine</b>')\nsession.stop(); session.wait()")
     notebook.kernel.exec(
-        "session._runner._training = __import__('dataclasses').replace(session._runner._training, loss_fn=broken)"
+        "runner = session._background.runner\n"
+        "runner._training = __import__('dataclasses').replace(runner._training, loss_fn=broken)"
     )
     press("Check parity")
     checks.get_by_text("Check not run: ValueError: <b>of mine</b>").wait_for()

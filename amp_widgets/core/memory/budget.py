@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import torch
 
 from amp_widgets.core.memory.profile import memory_text, phase_in_words
@@ -18,26 +19,42 @@ class MemoryBudgetError(AmpWidgetsError, torch.OutOfMemoryError):
     """
 
 
-def budget_in_bytes(value: object) -> float | None:
-    """A number of bytes, checked; None for no budget.
+def checked_budget(value: object, verb: str) -> float:
+    """A number of bytes to fit into: a number, of NumPy and torch, too, or a text that `typed_size` can read, as ``"8 GB"``.
+
+    Parameters
+    ----------
+    value
+        What was given.
+    verb
+        What is being done, for messages.
 
     Raises
     ------
     SettingsError
         When it is no finite number above 0.
     """
-    if value is None:
-        return None
-    if isinstance(value, (bool, str, bytes)):
-        number = math.nan
-    else:
-        try:
-            number = float(value)  # type: ignore[arg-type]  # of NumPy and torch, too
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-    if not (math.isfinite(number) and number > 0):
+    number = _positive(value)
+    if number is None:
         raise SettingsError(
-            f"memory_budget: got {value!r}, expected a number of bytes above 0, such as 200e6 for 200 MB, or None for no budget"
+            f'{verb}: budget_bytes: got {_shown(value)}, expected a number of bytes above 0, such as 8e9 for 8 GB, or "8 GB"'
+        )
+    return number
+
+
+def budget_in_bytes(value: object) -> float | None:
+    """A limit for steps in bytes, checked as by `checked_budget`; None for none.
+
+    Raises
+    ------
+    SettingsError
+        When it is no finite number above 0.
+    """
+    number = None if value is None else _positive(value)
+    if value is not None and number is None:
+        raise SettingsError(
+            f"memory_budget: got {_shown(value)}, expected a number of bytes above 0, such as 200e6 for 200 MB, "
+            'a text such as "200 MB", or None for no budget'
         )
     return number
 
@@ -64,6 +81,20 @@ def typed_size(text: str) -> float | None:
     return float(found[1]) * _UNITS[unit]
 
 
+def told_apart(*sizes_bytes: float) -> tuple[str, ...]:
+    """As `memory_text`, with as many more decimals as sizes need that differ.
+
+    >>> told_apart(8e6, 8_000_004), told_apart(8e6, 9e6)
+    (('8.000000 MB', '8.000004 MB'), ('8.0 MB', '9.0 MB'))
+    """
+    texts = tuple(map(memory_text, sizes_bytes))
+    for decimals in range(2, 10):
+        if len(set(texts)) == len(set(sizes_bytes)):
+            break
+        texts = tuple(_with_decimals(size, decimals) for size in sizes_bytes)
+    return texts
+
+
 def above_budget_text(
     *,
     phase: str,
@@ -81,8 +112,7 @@ def above_budget_text(
     state_alone
         Whether nothing that is held was made by the step; None: that is so if too much is held already.
     """
-    held = memory_text(allocated_bytes)
-    limit = memory_text(limit_bytes)
+    held, limit = told_apart(allocated_bytes, limit_bytes)
     if allocated_bytes > limit_bytes if state_alone is None else state_alone:
         got = f"got {held} held before the step made anything: by model, gradients, optimizer state and batch alone"
         advice = "raise memory_budget, or free memory or take a smaller model: no batch size and no checkpointing can help here"
@@ -94,6 +124,37 @@ def above_budget_text(
     return f"memory_budget: {got}; expected at most {limit} at a time: {advice}"
 
 
+def _positive(value: object) -> float | None:
+    """A finite number of bytes above 0; None where it is none."""
+    try:
+        if isinstance(value, str):
+            number = typed_size(value)
+        elif isinstance(value, (bool, np.bool_, bytes, bytearray)) or getattr(value, "dtype", None) == torch.bool:
+            return None
+        else:
+            number = float(value)  # type: ignore[arg-type]  # of NumPy and torch, too
+    except Exception:  # whatever an object does that is no number
+        return None
+    return number if number is not None and math.isfinite(number) and number > 0 else None
+
+
+def _with_decimals(size_bytes: float, decimals: int) -> str:
+    """In the unit that `memory_text` takes."""
+    unit = memory_text(size_bytes).rsplit(" ")[-1]
+    factor = _UNITS[unit.lower()]
+    return f"{size_bytes / factor:,.{decimals if factor > 1 else 0}f} {unit}"
+
+
+def _shown(value: object) -> str:
+    """Its repr, if that can be had and is short."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of too many digits, or the object's own
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({type(value).__name__})"
+
+
+_SHOWN = 60  # characters
 _SIZE = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "mb": 1e6, "m": 1e6, "gb": 1e9, "g": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_widgets.core.memory.budget import MemoryBudgetError, above_budget_text, budget_in_bytes
+from amp_widgets.core.memory.budget import MemoryBudgetError, above_budget_text, budget_in_bytes, checked_budget, told_apart
 from amp_widgets.core.memory.cpu import CpuMeter
 from amp_widgets.core.memory.death import Death
 from amp_widgets.errors import AmpWidgetsError, SettingsError
@@ -324,12 +324,23 @@ class TestError:
         )
         assert "raise memory_budget" in text
 
-    @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, True, "200 MB", b"1", [], 10**400])
+    @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, True, torch.tensor(True), "much", "off", b"1", [], 10**400])
     def test_no_budget(self, value: object) -> None:
         with pytest.raises(SettingsError, match=r"memory_budget: got .*expected a number of bytes above 0"):
             budget_in_bytes(value)
 
     def test_budgets(self) -> None:
         assert budget_in_bytes(None) is None
-        assert budget_in_bytes(200e6) == 200e6
+        assert budget_in_bytes(200e6) == budget_in_bytes("200 MB") == checked_budget("200MB", "plan") == 200e6
+        with pytest.raises(SettingsError, match="plan: budget_bytes: got None, expected a number of bytes above 0"):
+            checked_budget(None, "plan")
+        with pytest.raises(SettingsError, match="got an object of type int"):  # its repr cannot be had
+            checked_budget(10**5000, "plan")
+
+    def test_told_apart(self) -> None:
+        assert told_apart(8e6, 8e6) == ("8.0 MB", "8.0 MB")
+        assert told_apart(8e6, 9e6) == ("8.0 MB", "9.0 MB")
+        assert told_apart(8e6, 8_000_004, 1.0, math.inf) == ("8.000000 MB", "8.000004 MB", "1 B", "inf TB")
+
+    def test_numbers(self) -> None:
         assert budget_in_bytes(torch.tensor(5)) == 5.0
