@@ -479,7 +479,7 @@ def test_what_cannot_be_inspected_is_said() -> None:
         session.inspect("check")
     session.close()
     for call in (session.check, session.dtype_map, session.precision_cost, session.preflight, session.profile_step):
-        with pytest.raises(RunError, match=r"is closed .*: aw.AmpSession\(model, optimizer\)"):
+        with pytest.raises(SessionClosedError, match=r"was closed, .*: aw.AmpSession\(model, optimizer\)"):
             call(batches_of(1)[0], nn.functional.cross_entropy)  # type: ignore[operator]
 
 

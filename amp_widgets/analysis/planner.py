@@ -94,7 +94,7 @@ _PREDICTING_S = 3.0
 _LIKELY = 1.02
 """A set whose estimate is above the budget by more than this factor is not tried."""
 _HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
-_BATCHES, _ALTERNATIVES_S = 5, 2.5
+_BATCHES, _ALTERNATIVES_S = 5, 1.5
 """Batch sizes that are tried; and when there is one that fits, no other after this time."""
 
 
@@ -331,7 +331,8 @@ class Planner:
         least = self._least_by_estimate()
         low, high = self._estimate(least), self._peaks[()]
         curve: list[Layers] = [least]
-        for share in _CURVE if high > low else ():
+        shares = _CURVE if self._feasible else _CURVE[::2]
+        for share in shares if high > low else ():
             found = self._cheapest(low + share * (high - low), (), _CURVE_S)
             if found is not None:
                 curve.append(self._names(found))
@@ -339,10 +340,15 @@ class Planner:
         points = [self._point(label, names) for label, names in named.items()]
         return tuple(points + [self._point(CURVE, names) for names in dict.fromkeys(curve) if names not in known])
 
+    @property
+    def _feasible(self) -> bool:
+        return any(peak <= self._budget for peak in self._peaks.values())
+
     def _point(self, label: str, names: Layers) -> PlanPoint:
         key = self._ordered(names)
         passed_s = time.perf_counter() - self._begun_s
-        if key not in self._peaks and passed_s + self._step_s < _PREDICTING_S and self._steps.because is None:
+        limit_s = _PREDICTING_S if self._feasible else _PREDICTING_S / 2  # the rest is for what else would help
+        if key not in self._peaks and passed_s + self._step_s < limit_s and self._steps.because is None:
             self._peak(key)
         predicted = key in self._peaks
         peak = self._peaks[key] if predicted else self._estimate(key)

@@ -190,7 +190,9 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
     """
     model = loop.model
     if model is None:
-        raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; {loop.go_on}")
+        raise SessionClosedError(
+            f"{verb}: this session was closed, and no longer controls the model; make one for it: aw.AmpSession(model, optimizer)"
+        )
     if getattr(loop, "run_state", "none") == "running" and loop.lent_to != threading.get_ident():  # a session's
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
     if loop.lent_to not in (None, threading.get_ident()):

@@ -82,10 +82,10 @@ def test_by_hand() -> None:
     with AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.1)) as ours:
         batch = (torch.rand(512, 1024), torch.zeros(()))  # 2 MiB
         predicted = predict_on_cuda(ours, batch, lambda output, _: output.sum())
-    # In the backward pass: the weight, its gradient and the input; the loss and its gradient, of one number each. The output is
-    # let go before, and its gradient is the loss's, expanded.
-    assert predicted.tensor_peak_bytes == (4 + 4 + 2) * MIB + 2 * 4
-    assert predicted.allocated_peak_bytes == (4 + 4 + 2) * MIB + 2 * 512
+    # In the backward pass: the weight, its gradient and the input; the target, the loss and its gradient, of one number each. The
+    # output is let go before, and its gradient is the loss's, expanded.
+    assert predicted.tensor_peak_bytes == (4 + 4 + 2) * MIB + 3 * 4
+    assert predicted.allocated_peak_bytes == (4 + 4 + 2) * MIB + 3 * 512
     assert predicted.reserved_peak_bytes == (20 + 2) * MIB
 
 

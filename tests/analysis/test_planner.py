@@ -25,7 +25,7 @@ from amp_widgets.analysis.peak_model import outermost
 from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.planner import Planner, plan, planning
 from amp_widgets.core.settings import Settings
-from amp_widgets.errors import LayerError, RunError, SettingsError
+from amp_widgets.errors import LayerError, RunError, SessionClosedError, SettingsError
 from amp_widgets.session import AmpSession
 
 UNTOUCHED = Callable[[AmpSession], contextlib.AbstractContextManager[None]]
@@ -245,7 +245,7 @@ def test_what_cannot_be_planned_for(mlp: Bench) -> None:
     with pytest.raises(RunError, match="plan: got 3 items as the batch"):
         plan(mlp.session, budget_bytes=1e6, batch=(1, 2, 3), loss_fn=F.cross_entropy)  # type: ignore[arg-type]
     mlp.session.close()
-    with pytest.raises(RunError, match="plan: "):
+    with pytest.raises(SessionClosedError, match="plan: this session was closed"):
         mlp.plan(1e6)
 
 

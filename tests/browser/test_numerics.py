@@ -114,7 +114,7 @@ def test_tabs_formats_and_checks_as_a_user_sees_them(open_notebook: OpenNotebook
     # the first tab is that of memory; the others are there when they are chosen, also with the keys
     tabs = area.get_by_role("tab")
     tabs.first.wait_for()
-    assert tabs.all_inner_texts() == ["Memory", "Gradients", "Formats", "Checks"]
+    assert tabs.all_inner_texts() == ["Memory", "Gradients", "Formats", "Checks", "Plan", "Compare"]
     panels = area.get_by_role("tabpanel")
     wait(lambda: panels.count() == 1, "the first panel is no tabpanel")
     area.get_by_role("tabpanel", name="Memory").get_by_text("No step has been profiled yet").wait_for()
