@@ -5,6 +5,7 @@ Loaded for tests/gpu too, which runs where only torch, numpy and pytest are inst
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(MARKERS[directory])
         if limits_time and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUTS_S.get(directory, DEFAULT_TIMEOUT_S)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the imports have made stays: the garbage collector, which many tests call, need not go through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
