@@ -224,21 +224,9 @@ def _layout(colours: look.Colours, low: float, high: float) -> dict[str, Any]:
     axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "ticks": ""}
     step = next(step for step in (4, 8, 16, 32, 64) if (high - low) / step <= 16)
     ticks = range(-(-int(low) // step) * step, int(high) + 1, step)
-    return {
-        "height": HEIGHT_PX,
-        "margin": dict(MARGIN_PX),
-        "paper_bgcolor": colours.background,
-        "plot_bgcolor": colours.background,
-        "font": {"color": colours.text, "size": 12},
+    return look.framed(colours, height_px=HEIGHT_PX, margin_px=MARGIN_PX) | {
         "bargap": 0,
         "barmode": "overlay",
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text, "size": 12}},
-        "modebar": {
-            "orientation": "v", "remove": list(look.UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)",
-            "color": colours.muted, "activecolor": colours.text,
-        },
-        "title": {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}, "font": {"size": 15}},
         "showlegend": False,
         "xaxis": axis
         | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -151,6 +152,28 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         font = {"size": 12, "color": colour}
         described["annotations"].append({"xref": "paper", "yref": "paper", "showarrow": False, "font": font} | text)
     return described
+
+
+def framed(colours: Colours, *, height_px: int, margin_px: Mapping[str, int]) -> dict[str, Any]:
+    """The layout around a figure with a title, a legend and points to hover over."""
+    return {
+        "height": height_px,
+        "margin": dict(margin_px),
+        "paper_bgcolor": colours.background,
+        "plot_bgcolor": colours.background,
+        "font": {"color": colours.text, "size": 12},
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text, "size": 12}},
+        "modebar": {
+            "orientation": "v",
+            "remove": list(UNWANTED_BUTTONS),
+            "bgcolor": "rgba(0,0,0,0)",
+            "color": colours.muted,
+            "activecolor": colours.text,
+        },
+        "title": {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}, "font": {"size": 15}},
+        "showlegend": True,
+    }
 
 
 def whole_dtick(log2_scale: npt.NDArray[Any]) -> int:

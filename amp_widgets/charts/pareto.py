@@ -302,20 +302,7 @@ def _hover(together: Together) -> str:
 
 def _layout(colours: look.Colours, scale: _Scale) -> dict[str, Any]:
     axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "automargin": False}
-    return {
-        "height": HEIGHT_PX,
-        "margin": dict(MARGIN_PX),
-        "paper_bgcolor": colours.background,
-        "plot_bgcolor": colours.background,
-        "font": {"color": colours.text, "size": 12},
-        "hovermode": "closest",
-        "hoverlabel": {"bgcolor": colours.background, "bordercolor": colours.muted, "font": {"color": colours.text, "size": 12}},
-        "modebar": {
-            "orientation": "v", "remove": list(look.UNWANTED_BUTTONS), "bgcolor": "rgba(0,0,0,0)",
-            "color": colours.muted, "activecolor": colours.text,
-        },
-        "title": {"x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 8}, "font": {"size": 15}},
-        "showlegend": True,
+    return look.framed(colours, height_px=HEIGHT_PX, margin_px=MARGIN_PX) | {
         "legend": {
             "orientation": "h", "x": 0, "xanchor": "left", "y": 1 + 3 / _PLOT_PX, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)",
             "font": {"size": 12}, "itemclick": False, "itemdoubleclick": False,

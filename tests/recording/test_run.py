@@ -99,6 +99,8 @@ def test_a_hostile_file_gives_an_error_that_says_what(path: Path, name: str) -> 
 def test_a_trigger_does_not_run(path: Path) -> None:
     changed(path, "CREATE TRIGGER t AFTER INSERT ON events BEGIN DELETE FROM steps; END")
     read_all(path)
+    with open_run(path) as run:
+        assert len(run.history) == schema.BLOCK_ROWS + 50
 
 
 def test_names_are_text_and_nothing_else(path: Path) -> None:
