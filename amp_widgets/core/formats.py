@@ -6,6 +6,7 @@ way and can be rounded twice; a value that is an fp32 number comes out bit for b
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Neighbours(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
+class Format(abc.ABC):
     """What a number format can store. Its methods take a number or an array of them, and give the same.
 
     Parameters
@@ -60,39 +61,39 @@ class Format:
     overflow: Overflow
 
     @property
+    @abc.abstractmethod
     def exponent_bits(self) -> int:
         """Bits of the exponent field; 0 where there is none."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def fraction_bits(self) -> int:
         """Bits below the exponent field; those below the sign where there is none."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def bits(self) -> int:
         """Bits of a code; 0 for decimal fixed point."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def largest(self) -> float:
         """The largest number."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def lowest(self) -> float:
         """The most negative finite number."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def smallest(self) -> float:
         """The smallest number above 0."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def smallest_normal(self) -> float:
         """The smallest number above 0 with all of its fraction bits."""
-        raise NotImplementedError
 
     @property
     def decades(self) -> float:
@@ -149,13 +150,13 @@ class Format:
         values = self._values(codes.astype(np.int64))
         return float(values[()]) if codes.ndim == 0 else values
 
+    @abc.abstractmethod
     def spacing(self, value: float) -> float:
         """From the stored number to the next larger in size (one ulp); NaN beyond the range."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def neighbours(self, value: float) -> Neighbours:
         """The stored numbers below and above the one that is stored for this value."""
-        raise NotImplementedError
 
     def fields(self, code: int) -> Fields:
         """Sign, exponent and fraction of a code; an int8 has no exponent, and its fraction is the seven bits after the sign.
@@ -210,15 +211,15 @@ class Format:
         self.decode(code)
         return int(code)
 
+    @abc.abstractmethod
     def _rounded(self, values: Floats) -> Floats:
         """Rounded as if there were no largest number."""
-        raise NotImplementedError
 
-    def _codes(self, stored: Floats) -> Codes:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _codes(self, stored: Floats) -> Codes: ...
 
-    def _values(self, codes: Codes) -> Floats:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _values(self, codes: Codes) -> Floats: ...
 
     def _code_range(self) -> tuple[int, int]:
         return 0, (1 << self.bits) - 1
