@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from amp_widgets.core.globs import is_glob, parts_match
 from amp_widgets.errors import CheckpointingError, LayerError, SettingsError
 
 
@@ -297,23 +297,9 @@ def _is_never_called(module: nn.Module) -> bool:
     return type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
-def is_glob(pattern: str) -> bool:
-    """Whether it is more than a name."""
-    return any(character in pattern for character in "*?[")
-
-
 def _glob_hits(pattern: str, aliases: Mapping[str, str]) -> list[str]:
     globs = pattern.split(".")
     return list(dict.fromkeys(first for name, first in aliases.items() if parts_match(name.split("."), globs)))
-
-
-def parts_match(parts: Sequence[str], globs: Sequence[str]) -> bool:
-    """Whether the parts of a dotted name fit those of a glob: ``*`` one part, ``**`` any number of them."""
-    if not globs:
-        return not parts
-    if globs[0] == "**":
-        return any(parts_match(parts[skipped:], globs[1:]) for skipped in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], globs[0]) and parts_match(parts[1:], globs[1:])
 
 
 def _such_as(layers: Mapping[str, nn.Module]) -> str:
