@@ -1,0 +1,141 @@
+"""``%amp replay``, by itself where torch is not installed."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from IPython.core.display_functions import display
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from amp_widgets.compare_magic import HELP as COMPARE_HELP
+from amp_widgets.compare_magic import Compare
+from amp_widgets.errors import AmpWidgetsError, MagicError
+from amp_widgets.recorded_run import RecordedRun, open_run
+
+HELP = """\
+%amp replay run.db                 a run that was recorded, step by step; one that is being recorded is followed"""
+WITHOUT_TORCH = (
+    "torch is not installed: a run that was recorded can be looked at, and nothing else. The whole of %amp needs torch"
+)
+
+
+class Replay:
+    """Opens run files for a shell, one at a time.
+
+    Parameters
+    ----------
+    shell
+        IPython's; in its namespace the run is put under the name ``run``, where that is free.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._run: RecordedRun | None = None
+        self._dashboard: Any = None
+
+    def show(self, words: list[str]) -> None:
+        """Display the run in this file.
+
+        Raises
+        ------
+        MagicError
+            When it is not one name.
+        RecordingError
+            When the file cannot be read.
+        """
+        if len(words) != 1:
+            raise MagicError(f"%amp replay: got {len(words)} names, expected that of a file such as run.db")
+        run = open_run(words[0])
+        try:
+            dashboard = run.dashboard()
+        except BaseException:
+            run.close()
+            raise
+        self.close()  # a cell that is run again
+        self._run, self._dashboard = run, dashboard
+        name = next((one for one in ("run", "recorded_run") if self._is_free(one)), "recorded_run_")
+        self._shell.push({name: run})
+        print(f"{name} is the run behind this dashboard: {name}.history.columns('step', 'loss') has its numbers")
+        display(dashboard)
+
+    def close(self) -> None:
+        """Close the run that was opened last, and its dashboard."""
+        run, dashboard, self._run, self._dashboard = self._run, self._dashboard, None, None
+        if dashboard is not None:
+            dashboard.close()
+        if run is not None:
+            run.close()
+
+    def _is_free(self, name: str) -> bool:
+        return isinstance(self._shell.user_ns.get(name), (RecordedRun, type(None)))
+
+
+@magics_class
+class ReplayMagics(Magics):
+    """``%amp`` without torch: recorded runs."""
+
+    shell: Any
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._replay = Replay(shell)
+        self._compare = Compare(shell)
+
+    @line_cell_magic
+    def amp(self, line: str, cell: str | None = None) -> None:
+        """Recorded runs; without torch there is nothing else."""
+        try:
+            words = words_of(line)
+            if cell is None and words[:1] == ["replay"]:
+                self._replay.show(words[1:])
+            elif cell is None and words[:1] == ["compare"]:
+                self._compare.show(words[1:])
+            elif cell is None and words in ([], ["help"], ["status"]):
+                print(f"{HELP}\n{COMPARE_HELP}\n\n{WITHOUT_TORCH}.")
+            else:
+                raise MagicError(f"%amp {line.strip()}: {WITHOUT_TORCH}")
+        except AmpWidgetsError as error:
+            raise in_one_line(error) from None
+
+    def close(self) -> None:
+        """Close the runs that were opened."""
+        self._replay.close()
+        self._compare.close()
+
+
+def register(shell: Any) -> None:
+    """Bring the magic to `shell`."""
+    shell.register_magics(ReplayMagics)
+
+
+def unregister(shell: Any) -> None:
+    """Take ``%amp`` away from `shell`, the whole of it or this one, and close what it has opened."""
+    for name in ("AmpMagics", ReplayMagics.__name__):
+        magics = shell.magics_manager.registry.pop(name, None)
+        if magics is not None:
+            magics.close()
+    for kind in ("line", "cell"):
+        shell.magics_manager.magics[kind].pop("amp", None)
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line, as a shell has them.
+
+    Raises
+    ------
+    MagicError
+        When a quotation does not end.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE: {error}") from None
+
+
+def in_one_line(error: AmpWidgetsError) -> AmpWidgetsError:
+    """The same error, shown as its one sentence: a mistyped line needs no traceback through this package."""
+    shown = type(error)(str(error))
+    lines = [f"{type(error).__name__}: {error}"]
+    shown._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
+    return shown

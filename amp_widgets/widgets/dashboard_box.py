@@ -1,0 +1,31 @@
+"""What dashboards of all kinds are: a box of widgets, shown in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ipywidgets
+
+from amp_widgets.widgets.still import NOT_SHOWN
+
+
+class DashboardBox(ipywidgets.Box):
+    """A box that knows all that is in it."""
+
+    def widgets(self) -> Iterator[ipywidgets.Widget]:
+        """Every widget that the dashboard is made of, itself and the layouts included."""
+        waiting: list[Any] = [self]
+        while waiting:
+            widget = waiting.pop()
+            yield widget
+            waiting.extend(getattr(widget, "children", ()))
+            layout = getattr(widget, "layout", None)
+            if isinstance(layout, ipywidgets.Widget):
+                yield layout
+
+    def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
+        return {
+            "text/plain": NOT_SHOWN,
+            "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self._model_id},
+        }

@@ -1,0 +1,92 @@
+"""What happened in a run up to the step that is shown: changes, skips, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import traitlets
+
+from amp_widgets.charts.labels import shortened
+from amp_widgets.core.history import Event
+from amp_widgets.widgets.control import Control, page_script, page_style
+from amp_widgets.widgets.state import DashboardState
+
+Group = Literal["all", "changes", "scale", "notes"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+MOST_ROWS = 200
+REASON_CHARACTERS = 600
+
+
+class EventsTable(Control):
+    """The newest events of a group, the newest first. Asks ``request("seek", step=n)``."""
+
+    _esm = page_script("events_table", "virtual_table")
+    _css = page_style("virtual_table", "replay")
+
+    rows: traitlets.List[Any] = traitlets.List(help="Of each: step, kind, a sentence, who asked, and its tone.").tag(sync=True)
+    groups: traitlets.List[Any] = traitlets.List(help="Name and label of each.").tag(sync=True)
+    group = traitlets.Unicode("all").tag(sync=True)
+    summary = traitlets.Unicode().tag(sync=True)
+    step = traitlets.Int(-1, help="That which is shown.").tag(sync=True)
+
+    def __init__(self, request: Callable[..., None]) -> None:
+        self._events: Sequence[Event] = ()
+        super().__init__(request)
+        self._put({"groups": [list(one) for one in _LABELS.items()]})
+        self.show((), -1)
+
+    def show(self, events: Sequence[Event], step: int) -> None:
+        """Show the newest of these, which are in order of their steps, as of a step."""
+        same = len(events) == len(self._events) and (events is self._events or events == self._events)
+        self._events = events
+        self._put({"step": step} if same and self.summary else {"step": step, **self._newest(self.group)})
+
+    def _newest(self, group: str) -> dict[str, Any]:
+        kinds = _KINDS.get(group, ())
+        found = [event for event in reversed(self._events) if not kinds or event.kind in kinds]
+        rows = [_row(event) for event in found[:MOST_ROWS]]
+        newest = f"the newest {MOST_ROWS} of " if len(found) > MOST_ROWS else ""
+        summary = f"{newest}{len(found):,} event{'' if len(found) == 1 else 's'} until here" if found else "none until here"
+        return {"rows": rows, "summary": summary, "group": group}
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}  # it shows events
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"group": str(group)} if group in GROUPS:
+                self._put(self._newest(group))
+            case {"step": int(step)}:
+                self._request("seek", step=step)
+
+
+_LABELS: Mapping[Group, str] = {
+    "all": "all events",
+    "changes": "changes of settings",
+    "scale": "skips and scale",
+    "notes": "notes and runs",
+}
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "changes": ("applied", "rejected"),
+    "scale": ("skipped", "scale_changed"),
+    "notes": ("note", "run", "out_of_memory"),
+}
+_WORDS = {
+    "applied": "applied",
+    "rejected": "rejected",
+    "skipped": "step skipped",
+    "scale_changed": "loss scale",
+    "run": "run",
+    "note": "note",
+    "out_of_memory": "out of memory",
+}
+_BAD = ("rejected", "skipped", "out_of_memory")
+
+
+def _row(event: Event) -> list[Any]:
+    source = event.detail.get("source", "")
+    who = shortened(source, 40) if isinstance(source, str) else ""
+    tone = "bad" if event.kind in _BAD else ""
+    what = _WORDS.get(event.kind) or shortened(event.kind, 40)
+    return [event.step, what, shortened(event.reason, REASON_CHARACTERS), who, tone]

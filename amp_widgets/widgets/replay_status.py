@@ -1,0 +1,66 @@
+"""How a recorded run stood at the step that is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.status_line import StatusLine
+from amp_widgets.widgets.transport import TransportState
+
+
+class ReplayStatus(StatusLine):
+    """A status line for a step of a run that was recorded.
+
+    Parameters
+    ----------
+    watched, still
+        As of every status line.
+    state, stands
+        What to show first.
+    model
+        The name of the model, for people.
+    """
+
+    def __init__(
+        self, watched: Callable[[int], None], state: DashboardState, stands: TransportState, *, still: str, model: str
+    ) -> None:
+        self._stands = stands
+        self._model = model
+        super().__init__(watched, state, still=still)
+
+    def show(self, state: DashboardState, stands: TransportState) -> None:
+        """Show this step."""
+        self._stands = stands
+        self.render(state)
+
+    def show_closed(self) -> None:
+        """Show that there is nothing left to move through."""
+        self._put({"word": "closed", "tone": "idle", "locked": True})
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        traits = super()._traits_for(state)
+        stands = self._stands
+        number, *others = traits["numbers"]
+        if stands.step >= 0:
+            skipped = f" · {state.skipped_steps:,} skipped" if state.skipped_steps else ""
+            number = ["Step", f"{stands.step:,}", f"of {stands.last:,}{skipped}"]
+        word, tone = _words(stands)
+        return traits | {
+            "word": word,
+            "tone": tone,
+            "in_force_label": "In force in this step" if stands.step >= 0 else "In force",
+            "machine": " · ".join(filter(None, (self._model, traits["machine"]))),
+            "numbers": [number, *others],
+        }
+
+
+def _words(stands: TransportState) -> tuple[str, str]:
+    if stands.mode == "playing":
+        return "replaying", "active"
+    if stands.mode == "following":
+        return "following", "active"
+    if stands.step < 0:
+        return "no steps", "idle"
+    return ("replay, at the end", "done") if stands.at_end else ("replay, paused", "waiting")
