@@ -1,13 +1,15 @@
-"""Small models on real data that every machine has: no network, no download."""
+"""Small models on real data that every machine has: no network, no download; and prepared situations to play with them."""
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amp_widgets.errors import DemoError
+from amp_widgets.errors import DemoError, MissingExtraError
 
 if TYPE_CHECKING:
+    from amp_widgets.demos.scenario_panel import ScenarioPanel
     from amp_widgets.session import AmpSession
 
 
@@ -26,36 +28,100 @@ DEMOS = {
 }
 
 
-def demo(name: str = "digits", *, display: bool = True) -> AmpSession:
-    """A session with a small model on real data, ready to start, and its dashboard.
+def demo(name: str = "digits", *, display: bool = True, scenarios: bool = False) -> AmpSession:
+    """A session with a small model on real data, ready to start, and its dashboard; or a prepared situation.
 
     Parameters
     ----------
     name
-        One of `DEMOS`: ``"digits"``, ``"text"``, ``"underflow"`` or ``"overflow"``.
+        One of `DEMOS`: ``"digits"``, ``"text"``, ``"underflow"`` or ``"overflow"``. Or a prepared situation, with a question to
+        guess at, one of `amp_widgets.demos.scenarios.SCENARIOS`, such as ``"memory-wall"``: see `scenario`.
     display
         Show the dashboard, when in a notebook. It is ``session.dashboard()`` otherwise.
+    scenarios
+        For a demo, too, show the situations to choose from above the dashboard, the first one that is played with it chosen.
 
     Returns
     -------
     AmpSession
-        Prepared, not started: press Start, or call ``session.start()``.
+        Prepared, not started: press Start, or call ``session.start()``. When another situation is chosen on the page, it is
+        closed and another session takes its place.
 
     Raises
     ------
     DemoError
-        When there is no demo of that name.
+        When there is neither a demo nor a situation of that name.
     MissingExtraError
         When the demo's data needs a package that is not installed.
     """
-    if name not in DEMOS:
-        known = ", ".join(f"{key!r} ({one.text})" for key, one in DEMOS.items())
-        raise DemoError(f"demo: got {name!r}, expected one of {known}")
+    if name not in DEMOS or scenarios:
+        return _session_of_scenario(name, display=display)
     make = pkgutil.resolve_name(f"{__name__}.{DEMOS[name].maker}")  # with the first use come torch and the demo's data
     session: AmpSession = make()
     if display:
         _show(session)
     return session
+
+
+def scenario(name: str) -> ScenarioPanel:
+    """A prepared situation, to be displayed by being the last expression of a cell: guess, run it, see how far off you were.
+
+    Parameters
+    ----------
+    name
+        One of `amp_widgets.demos.scenarios.SCENARIOS`; or of `DEMOS`, for the first situation that is played with it.
+
+    Raises
+    ------
+    DemoError
+        When there is neither a demo nor a situation of that name.
+    MissingExtraError
+        When ipywidgets, anywidget, plotly or the demo's data is not installed.
+    """
+    known = _known_scenario(name)
+    try:
+        module = importlib.import_module(f"{__name__}.scenario_panel")
+    except ImportError as error:
+        raise MissingExtraError(f"scenario: {error}; install the widgets with: pip install 'amp-widgets[notebook]'") from error
+    panel: ScenarioPanel = module.ScenarioPanel(known)
+    return panel
+
+
+def is_scenario(name: str) -> bool:
+    """Whether there is a prepared situation of that name."""
+    return name not in DEMOS and name in _scenarios().SCENARIOS
+
+
+def _session_of_scenario(name: str, *, display: bool) -> AmpSession:
+    from amp_widgets import kernel
+
+    known = _known_scenario(name)
+    if display and kernel.in_kernel():
+        from IPython.display import display as show
+
+        panel = scenario(known)
+        shown: Any = show
+        shown(panel)
+        return panel.session
+    session: AmpSession = _scenarios().SCENARIOS[known].session()
+    return session
+
+
+def _known_scenario(name: str) -> str:
+    """The name of a situation: this one, or the first that is played with a demo of this name."""
+    situations = _scenarios()
+    if name in DEMOS:
+        first: str = situations.scenario_of_demo(name).name
+        return first
+    if name not in situations.SCENARIOS:
+        known = ", ".join(f"{key!r} ({one.text})" for key, one in DEMOS.items())
+        played = ", ".join(f"{key!r} ({one.title})" for key, one in situations.SCENARIOS.items())
+        raise DemoError(f"demo: got {name!r}, expected one of {known}; or a situation to play: {played}")
+    return name
+
+
+def _scenarios() -> Any:
+    return importlib.import_module(f"{__name__}.scenarios")  # with it comes torch
 
 
 def _show(session: AmpSession) -> None:

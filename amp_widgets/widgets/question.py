@@ -1,0 +1,252 @@
+"""Predict first: a question to which a guess is given before the measured answer is shown."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import traitlets
+
+from amp_widgets import kernel
+from amp_widgets.errors import QuestionError
+from amp_widgets.widgets import question_text as says
+from amp_widgets.widgets.control import Control, page_script
+from amp_widgets.widgets.question_text import Value, read_guess, read_measured, value_text, verdict
+from amp_widgets.widgets.spoken import Text, spoken
+from amp_widgets.widgets.state import DashboardState
+
+_STYLE = Control._css + (Path(__file__).parent / "question.css").read_text(encoding="utf-8")
+
+
+class Answer(Control):
+    """What was measured, how far off the guess is, and why: shown once there is a guess, and asking for one until then.
+
+    It is what `Question.reveal` gives.
+    """
+
+    _esm = page_script("answer")
+    _css = _STYLE
+
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True)
+    waiting = traitlets.Unicode(says.WAITING, help="In place of the answer, or nothing.").tag(sync=True)
+    said = traitlets.Unicode(help="The guess, and what was measured.").tag(sync=True)
+    verdict = traitlets.Unicode(help="How far off the guess is.").tag(sync=True)
+    tone = traitlets.Unicode(help="good or warn: goes with the verdict, which says it in words.").tag(sync=True)
+    why = traitlets.Unicode().tag(sync=True)
+    more = traitlets.Unicode(help="Folded away.").tag(sync=True)
+
+    def __init__(self) -> None:
+        super().__init__(_nobody)
+        self._kept: tuple[str, ...] = ()  # the answer, when it is not to be shown yet
+
+    @property
+    def shown(self) -> bool:
+        """Whether the answer is shown: there is a guess."""
+        return self.waiting == ""
+
+    @property
+    def text(self) -> str:
+        """What is shown, as plain text."""
+        return self.waiting or "\n".join(filter(None, (f"{self.said} {self.verdict}", self.why, self.more)))
+
+    def put(self, guess: Value | None, measured: Value, unit: str, within: float | None, why: str, more: str) -> None:
+        """Show the answer to this guess; without one, ask for it."""
+        self._kept = tuple(filter(None, (value_text(measured, unit), why, more)))
+        if guess is None:
+            self._put({"waiting": says.WAITING, "said": "", "verdict": "", "tone": "", "why": "", "more": ""})
+            return
+        far = verdict(guess, measured, unit, within=within)
+        said = says.SAID.format(guess=value_text(guess, unit), measured=value_text(measured, unit))
+        self._put({"waiting": "", "said": said, "verdict": far.sentence, "tone": far.tone, "why": why, "more": more})
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        """There is nothing to ask for here."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        """The widget; and where none can be shown, as in a notebook read without a kernel, the answer to be unfolded."""
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in (self.text.splitlines() if self.shown else self._kept))
+        folded = f"<details{' open' * self.shown}><summary>{html.escape(self.words['answer_title'])}</summary>{lines}</details>"
+        return _with_texts(super()._repr_mimebundle_(**options), repr(self), folded)
+
+
+class Question(Control):
+    """A question to be answered with a guess, a number or a choice, before the answer is measured.
+
+    It is displayed by being the last expression of a cell, any number of times. The guess stays in this Python process.
+
+    Parameters
+    ----------
+    text
+        The question, or ``{"en": "…", "ko": "…"}``.
+    unit
+        Of the number, such as ``"%"`` or ``"steps"``.
+    choices
+        What to choose from; without them a number is asked for.
+    within
+        How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+
+    Raises
+    ------
+    QuestionError
+        When there is only one choice, or one is there twice.
+    """
+
+    _esm = page_script("question")
+    _css = _STYLE
+
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True)
+    text = traitlets.Unicode().tag(sync=True)
+    unit = traitlets.Unicode().tag(sync=True)
+    choices: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    typed = traitlets.Unicode(help="The guess as it was typed or chosen.").tag(sync=True)
+    note = traitlets.Unicode(help="What the guess is.").tag(sync=True)
+    problem = traitlets.Unicode(help="What is wrong with what was typed.").tag(sync=True)
+    settled = traitlets.Bool(False, help="The answer is shown.").tag(sync=True)
+
+    def __init__(self, text: Text, *, unit: str = "", choices: Sequence[str] | None = None, within: float | None = None) -> None:
+        chosen = [] if choices is None else list(choices)
+        if choices is not None and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
+            raise QuestionError(f"choices: got {chosen!r}, expected two or more that differ")
+        super().__init__(_nobody)
+        self._within = within
+        self._guess: Value | None = None
+        self._measured: tuple[Value, str, str] | None = None
+        self._answer = Answer()
+        self._listeners: list[Callable[[], None]] = []
+        self._put({"text": spoken(text), "unit": unit, "choices": chosen, "note": says.NO_GUESS})
+
+    @property
+    def guessed(self) -> Value | None:
+        """The guess: a number or one of the choices; None as long as there is none."""
+        return self._guess
+
+    @property
+    def answer(self) -> Answer:
+        """What `reveal` gives; it asks for a guess, or waits for what is measured, until then."""
+        return self._answer
+
+    def guess(self, value: Value) -> None:
+        """Give a guess, or another one; the page calls it, too.
+
+        Raises
+        ------
+        QuestionError
+            When it is no number, or none of the choices; and when the answer is shown already.
+        """
+        if self.settled:
+            raise QuestionError(says.SHOWN_ALREADY)
+        self._guess = read_guess(value, self.unit, self.choices)
+        typed = value if isinstance(value, str) else value_text(self._guess, "").replace(",", "")
+        self._put({"typed": str(typed).strip(), "problem": ""})
+        self._show()
+        for listener in self._listeners:
+            listener()
+
+    def reveal(self, measured: object, why: Text = "", more: Text | None = None) -> Answer:
+        """Hand over what was measured: the answer shows it as soon as there is a guess.
+
+        Parameters
+        ----------
+        measured
+            A number in the question's unit, or one of its choices.
+        why
+            A sentence or two, or these in several languages, as the question.
+        more
+            What can be unfolded below.
+
+        Returns
+        -------
+        Answer
+            To be displayed, by being the last expression of a cell; the same one every time.
+
+        Raises
+        ------
+        QuestionError
+            When `measured` does not fit the question.
+        """
+        self._measured = read_measured(measured, self.choices), spoken(why), spoken(more or "")
+        self._show()
+        return self._answer
+
+    def on_guess(self, call: Callable[[], None]) -> None:
+        """Have it called after each guess."""
+        self._listeners.append(call)
+
+    def close(self) -> None:
+        """Close it and its answer."""
+        if "_answer" in self.__dict__:  # it was made to its end
+            self._listeners.clear()
+            self._answer.close()
+        super().close()
+
+    def _show(self) -> None:
+        settled = self._guess is not None and self._measured is not None
+        note = says.NO_GUESS
+        if self._guess is not None:
+            note = (says.SETTLED if settled else says.GUESSED).format(guess=value_text(self._guess, self.unit))
+        self._put({"note": note, "settled": settled})
+        if self._measured is not None:
+            measured, why, more = self._measured
+            self._answer.put(self._guess, measured, self.unit, self._within, why, more)
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        value = message.get("guess")
+        if not isinstance(value, str) or self.settled:
+            return
+        try:
+            self.guess(value)
+        except QuestionError as error:
+            self._put({"problem": str(error)})
+
+    def __repr__(self) -> str:
+        return f"{self.text} {self.note}"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        lines = f"<p><b>{html.escape(self.words['question_title'])}</b></p><p>{html.escape(self.text)}</p>"
+        lines += "".join(f"<li>{html.escape(choice)}</li>" for choice in self.choices)
+        return _with_texts(super()._repr_mimebundle_(**options), repr(self), lines)
+
+
+def ask(text: Text, *, unit: str = "", choices: Sequence[str] | None = None, within: float | None = None) -> Question:
+    """A question to guess at before it is measured: `Question.guess`, then `Question.reveal` in a later cell.
+
+    Parameters
+    ----------
+    text
+        The question, or ``{"en": "…", "ko": "…"}``.
+    unit
+        Of the number, such as ``"%"``.
+    choices
+        What to choose from; without them a number is asked for.
+    within
+        How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+
+    Raises
+    ------
+    QuestionError
+        When there is only one choice, or one is there twice.
+    """
+    question = Question(text, unit=unit, choices=choices, within=within)
+    kernel.answer_where_asked(question.comm)  # a guess is taken also while a cell runs
+    return question
+
+
+def _with_texts(bundle: Any, plain: str, markup: str) -> Any:
+    """A bundle of MIME types, alone or with its metadata, with these for where no widget is shown."""
+    texts = {"text/plain": plain, "text/html": markup}
+    return ({**bundle[0], **texts}, bundle[1]) if isinstance(bundle, tuple) else {**bundle, **texts}
+
+
+def _nobody(*_args: object, **_changes: object) -> None:
+    """A question asks nobody: it works on its own."""

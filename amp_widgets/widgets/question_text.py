@@ -1,0 +1,181 @@
+"""What a question and its answer say: how a guess is read, and how far it is from what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from amp_widgets.errors import FormatError, QuestionError
+from amp_widgets.widgets.typed_number import typed_number
+
+Value = float | str
+"""A number, or one of the choices."""
+Tone = Literal["good", "warn"]
+
+# Every sentence for people is one of these, whole, with named placeholders.
+PAGE_WORDS: Mapping[str, str] = {
+    "question_title": "Predict first",
+    "number_label": "Your guess",
+    "guess": "Guess",
+    "change": "Change the guess",
+    "answer_title": "Measured",
+    "more": "More about it",
+}
+"""What the page writes by itself."""
+NO_GUESS = "Give a guess; then the answer is shown."
+GUESSED = "Your guess: {guess}. You can change it until the answer is shown."
+SETTLED = "Your guess: {guess}."
+WAITING = "Give a guess above, then the answer is shown here."
+SAID = "You said {guess}; measured: {measured}."
+RIGHT = "Right."
+OTHER = "Your guess is not what was measured."
+TIMES_LOW = "Your guess is {times} times too low."
+TIMES_HIGH = "Your guess is {times} times too high."
+POINTS_LOW = "Your guess is {points} percentage points too low."
+POINTS_HIGH = "Your guess is {points} percentage points too high."
+LOW = "Your guess is {difference} too low."
+HIGH = "Your guess is {difference} too high."
+QUANTITY = "{number} {unit}"
+NO_CHOICE = "got {got!r}, expected one of {choices}"
+MEASURED_NO_CHOICE = "measured: got {got!r}, expected one of the question's choices: {choices}"
+MEASURED_NO_NUMBER = "measured: got {got!r}, expected a number, as the question asks for one"
+SHOWN_ALREADY = "the answer is shown already: a guess can be changed until then"
+
+PERCENT = "%"
+TIMES_FROM = 2.0
+"""From this ratio on it is said how many times too low or too high a guess is, below it by how much."""
+RIGHT_WITHIN = 0.05
+"""Of what was measured: a guess that is not further off is right; but whole numbers must be hit."""
+LEAST_POINTS, MOST_POINTS = 0.5, 2.0
+"""Percentage points: so far off a guess at a share may always be, and never further."""
+
+
+class Verdict(NamedTuple):
+    """How far off a guess is, as a sentence, and whether that is good."""
+
+    sentence: str
+    tone: Tone
+
+
+def read_guess(value: Value, unit: str, choices: Sequence[str]) -> Value:
+    """What was guessed: one of the choices where there are some, else a number, also typed with its unit.
+
+    >>> read_guess("40 %", "%", ()), read_guess("2^11", "", ()), read_guess("once", "", ("once", "twice"))
+    (40.0, 2048.0, 'once')
+
+    Raises
+    ------
+    QuestionError
+        When it is neither.
+    """
+    if choices:
+        if value not in choices:
+            raise QuestionError(NO_CHOICE.format(got=value, choices=", ".join(map(repr, choices))))
+        return value
+    if not isinstance(value, str):
+        return _number(value)
+    text = value.strip()
+    for ending in (unit, PERCENT):
+        if ending and text.endswith(ending):
+            text = text.removesuffix(ending).strip()
+    try:
+        return typed_number(text)
+    except FormatError as error:
+        raise QuestionError(str(error)) from None
+
+
+def read_measured(value: object, choices: Sequence[str]) -> Value:
+    """What was measured: a choice, or a number as it is (an int stays one).
+
+    Raises
+    ------
+    QuestionError
+        When it does not fit the question.
+    """
+    if choices:
+        if not isinstance(value, str) or value not in choices:
+            raise QuestionError(MEASURED_NO_CHOICE.format(got=value, choices=", ".join(map(repr, choices))))
+        return value
+    try:
+        return _number(value)
+    except QuestionError:
+        raise QuestionError(MEASURED_NO_NUMBER.format(got=value)) from None
+
+
+def value_text(value: Value, unit: str) -> str:
+    """Three digits, whole numbers in full, and the unit.
+
+    >>> value_text(87.912, "%"), value_text(65536, "bytes"), value_text(0.00012345, ""), value_text("twice", "")
+    ('87.9 %', '65,536 bytes', '0.000123', 'twice')
+    """
+    if isinstance(value, str):
+        return value
+    if math.isfinite(value) and (isinstance(value, int) or float(value).is_integer()) and abs(value) < 1e15:
+        number = f"{int(value):,}"
+    else:
+        number = f"{value:.3g}" if not 999.5 <= abs(value) < 1e15 else f"{value:,.0f}"
+    return QUANTITY.format(number=number, unit=unit) if unit else number
+
+
+def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | None = None) -> Verdict:
+    """How far off a guess is.
+
+    Parameters
+    ----------
+    within
+        A guess that is so far off at most, in the unit, is right. None: whole numbers must be hit (where `measured` is an
+        int), a share to 5 %, but half a percentage point at least and two at most, and other numbers to 5 %.
+
+    >>> verdict(40.0, 88.0, "%").sentence, verdict(100.0, 88.0, "%").sentence, verdict(6.0, 5).sentence
+    ('Your guess is 2.2 times too low.', 'Your guess is 12 percentage points too high.', 'Your guess is 1 too high.')
+    """
+    if isinstance(guess, str) or isinstance(measured, str):
+        return Verdict(RIGHT, "good") if guess == measured else Verdict(OTHER, "warn")
+    if guess == measured or (math.isnan(guess) and math.isnan(measured)):
+        return Verdict(RIGHT, "good")
+    difference = abs(guess - measured)
+    if not math.isfinite(difference):
+        return Verdict(OTHER, "warn")
+    if difference <= _allowed(measured, unit, within):
+        return Verdict(RIGHT, "good")
+    low = guess < measured
+    small, large = sorted((guess, measured))
+    if small > 0 and large >= TIMES_FROM * small:
+        return Verdict((TIMES_LOW if low else TIMES_HIGH).format(times=_short(large / small)), "warn")
+    if unit == PERCENT:
+        return Verdict((POINTS_LOW if low else POINTS_HIGH).format(points=_short(difference)), "warn")
+    return Verdict((LOW if low else HIGH).format(difference=value_text(_whole(difference), "")), "warn")
+
+
+def _allowed(measured: float, unit: str, within: float | None) -> float:
+    if within is not None:
+        return within
+    if isinstance(measured, int):
+        return 0.0
+    relative = RIGHT_WITHIN * abs(measured)
+    return min(max(relative, LEAST_POINTS), MOST_POINTS) if unit == PERCENT else relative
+
+
+def _whole(value: float) -> float:
+    return round(value) if abs(value - round(value)) < 1e-9 else value
+
+
+def _short(value: float) -> str:
+    """Two digits: ``2.2``, ``12``, ``1,300``."""
+    if value < 9.95:
+        text = f"{value:.1f}"
+        return f"{value:.1g}" if text == "0.0" else text
+    return f"{float(f'{value:.2g}'):,.0f}" if value < 1e15 else f"{value:.2g}"
+
+
+def _number(value: object) -> float:
+    """An int or a float, also of numpy or of a tensor with one element."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        return int(value) if hasattr(value, "__index__") else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise QuestionError(f"got {value!r}, expected a number") from None

@@ -1,0 +1,121 @@
+"""A scenario in a real JupyterLab, from the guess to the answer; and a question of a lesson, shown in two cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import OpenNotebook
+
+pytestmark = pytest.mark.browser
+
+# Elements are found by their classes and roles, not by words: in another language it is the same path.
+PLAY = """
+import torch
+import amp_widgets as aw
+torch.set_num_threads(1)
+panel = aw.scenario("growth")
+panel
+"""
+ASK = """
+question = aw.ask("Which is <b>faster</b>?", choices=["checkpointing", "<img src=x onerror='window.harmed = 1'>"])
+question
+"""
+REVEAL = """question.reveal("checkpointing", why="<i>Because</i> it is so.", more="More.")"""
+
+
+def test_a_situation_is_guessed_at_run_and_explained(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([PLAY, ASK, "question", REVEAL], height=2600)
+    notebook.run_and_wait(0)
+    area = notebook.output(0)
+    python = notebook.kernel.eval
+
+    def wait(check: Any, what: str, timeout_s: float = 10) -> None:
+        notebook.wait_until(check, timeout_s, what)
+
+    whole = area.locator(".ampw-scenarios")
+    whole.wait_for()
+    question, measure, answer = (whole.locator(f".ampw-{name}") for name in ("question", "measure", "answer"))
+    guess, run, far = question.locator("input[type=text]"), measure.locator(".ampw-run-it"), answer.locator(".ampw-far")
+    area.locator(".ampw-dashboard").wait_for()
+    options = whole.locator(".ampw-situation select option")
+    assert options.evaluate_all("all => all.map(one => one.value)") == python("list(aw.demos.scenarios.SCENARIOS)")
+    assert not notebook.scrolls_sideways(0)
+    notebook.screenshot("scenario-asked-light", whole)
+
+    # nothing is run, and nothing told, before there is a guess
+    assert run.get_attribute("aria-disabled") == "true"
+    run.click(force=True)
+    assert far.count() == 0
+    guess.fill("soon")
+    guess.press("Enter")
+    wait(question.get_by_role("alert").is_visible, "it is not said that this is no number")
+    assert python("panel.question.guessed") is None
+
+    # by keyboard: the guess, another one, and the run
+    guess.fill("30")
+    guess.press("Enter")
+    wait(lambda: python("panel.question.guessed") == 30, "the guess has not arrived")
+    guess.fill("20")
+    guess.press("Tab")
+    assert question.locator(".ampw-guess").evaluate("one => one === document.activeElement")
+    notebook.page.keyboard.press("Enter")
+    wait(lambda: python("panel.question.guessed") == 20, "the guess cannot be changed")
+    assert question.get_by_role("alert").is_hidden()
+    wait(lambda: run.get_attribute("aria-disabled") == "false", "it cannot be run")
+    run.press("Space")
+    wait(measure.get_by_role("progressbar").is_visible, "no progress is shown")
+    wait(lambda: far.count() == 1 and far.is_visible(), "there is no answer", 60)
+    said = answer.locator(".ampw-told").inner_text().split()
+    assert said == " ".join(python("panel.question.answer.text").splitlines()[:2]).split()
+    for number in ("20", "25"):
+        assert number in answer.locator(".ampw-said").inner_text()
+    assert far.get_attribute("data-tone") == "warn"
+    assert python("panel.session.run_state") == "paused"
+    scales = python("panel.session.history.columns('scale')['scale'][:30].tolist()")
+    assert scales.index(4096.0, 5) == 25
+    assert guess.get_attribute("readonly") is not None
+    wait(lambda: run.get_attribute("aria-disabled") == "false", "it cannot be run again")
+    answer.locator("summary").click()
+    notebook.page.wait_for_timeout(500)  # the charts draw what has come
+    notebook.screenshot("scenario-answered-light", whole)
+
+    # another situation, with choices
+    whole.locator(".ampw-situation select").select_option("batchnorm")
+    radios = question.get_by_role("radio")
+    wait(lambda: radios.count() == 4, "another situation has no other question", 30)
+    assert far.count() == 0
+    assert run.get_attribute("aria-disabled") == "true"
+    assert area.locator(".ampw-dashboard").count() == 1
+    radios.nth(1).focus()
+    notebook.page.keyboard.press("ArrowDown")
+    assert radios.nth(2).is_checked()
+    question.locator(".ampw-guess").press("Enter")
+    wait(lambda: python("panel.question.guessed") is not None, "the choice has not arrived")
+    notebook.set_theme("dark")
+    notebook.screenshot("scenario-choice-dark", whole)
+    notebook.page.set_viewport_size({"width": 900, "height": 2600})
+    notebook.page.wait_for_timeout(200)
+    assert not notebook.scrolls_sideways(0)
+    notebook.screenshot("scenario-choice-dark-900", whole)
+
+    # a question in two cells, and its answer in a third: without a guess, as after Run All
+    for cell in (1, 2, 3):
+        notebook.run_and_wait(cell)
+    first, second, told = (notebook.output(cell) for cell in (1, 2, 3))
+    told.locator(".ampw-answer .ampw-sentence").wait_for()
+    assert told.locator(".ampw-far").is_hidden()
+    first.get_by_role("radio").nth(1).check()
+    first.locator(".ampw-guess").click()
+    wait(told.locator(".ampw-far").is_visible, "a guess does not bring the answer")
+    wait(lambda: second.get_by_role("radio").nth(1).is_checked(), "the other view of the question has another guess")
+    assert second.get_by_role("radio").first.is_disabled()
+    assert told.locator(".ampw-far").get_attribute("data-tone") == "warn"
+    assert "<i>Because</i>" in told.inner_text()
+    assert notebook.page.evaluate("window.harmed") is None
+    assert first.locator("img").count() == 0
+    notebook.screenshot("question-dark-900", first)
+    notebook.set_theme("light")
+    notebook.screenshot("answer-light-900", told)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import amp_widgets as aw
+from amp_widgets.errors import QuestionError
+from amp_widgets.widgets.question import Answer, Question
+from amp_widgets.widgets.question_text import (
+    GUESSED,
+    NO_GUESS,
+    OTHER,
+    RIGHT,
+    SETTLED,
+    WAITING,
+    read_guess,
+    value_text,
+    verdict,
+)
+
+EVIL = "<img src=x onerror='harm()'>"
+
+
+def say(question: Question, **message: object) -> None:
+    question._handle_custom_msg({**message, "id": "1"}, [])
+
+
+# ---- how far off ----
+
+
+@pytest.mark.parametrize(
+    ("guess", "measured", "unit", "sentence"),
+    [
+        (40.0, 88.0, "%", "Your guess is 2.2 times too low."),
+        (100.0, 88.0, "%", "Your guess is 12 percentage points too high."),
+        (80.0, 88.0, "%", "Your guess is 8.0 percentage points too low."),
+        (0.0, 88.0, "%", "Your guess is 88 percentage points too low."),
+        (87.0, 88.0, "%", RIGHT), (90.0, 88.0, "%", RIGHT), (0.3, 0.0, "%", RIGHT),
+        (2.6, 2.0, "%", "Your guess is 0.6 percentage points too high."),
+        (5.0, 5, "steps", RIGHT), (6.0, 5, "steps", "Your guess is 1 too high."), (20.0, 25, "", "Your guess is 5 too low."),
+        (1.0, 5, "steps", "Your guess is 5.0 times too low."), (3.0, 0, "", "Your guess is 3 too high."),
+        (-4.0, 2.0, "", "Your guess is 6 too low."), (2600.0, 2.0, "MB", "Your guess is 1,300 times too high."),
+        (1.04, 1.0, "", RIGHT), (1.06, 1.0, "", "Your guess is 0.06 too high."),
+        (math.nan, math.nan, "", RIGHT), (1.0, math.inf, "", OTHER), (math.inf, math.inf, "", RIGHT),
+        ("once", "once", "", RIGHT), ("once", "twice", "", OTHER),
+    ],
+)  # fmt: skip
+def test_how_far_off(guess: Any, measured: Any, unit: str, sentence: str) -> None:
+    told = verdict(guess, measured, unit)
+    assert told.sentence == sentence
+    assert told.tone == ("good" if sentence == RIGHT else "warn")
+
+
+def test_how_far_off_may_be_said_by_who_asks() -> None:
+    assert verdict(20.0, 25, within=5).sentence == RIGHT
+    assert verdict(19.0, 25, within=5).sentence == "Your guess is 6 too low."
+    assert verdict(88.5, 88.0, "%", within=0.1).sentence == "Your guess is 0.5 percentage points too high."
+
+
+@given(st.floats(0.01, 1e6), st.floats(0.01, 1e6), st.sampled_from(["", "%", "MB"]))
+def test_low_and_high_are_never_taken_for_each_other(guess: float, measured: float, unit: str) -> None:
+    told = verdict(guess, measured, unit)
+    if told.sentence != RIGHT:
+        assert ("too low" in told.sentence) == (guess < measured)
+        assert "0.0 " not in told.sentence
+        there = verdict(measured, guess, unit).sentence
+        assert there == RIGHT or ("too low" in there) == (measured < guess)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (87.912, "%", "87.9 %"), (88.0, "%", "88 %"), (65536, "", "65,536"), (1234.5, "MB", "1,234 MB"), (999.6, "", "1,000"),
+        (0.0001234, "", "0.000123"), (-3.0, "", "-3"), (math.inf, "", "inf"), (math.nan, "", "nan"), (1e20, "", "1e+20"),
+        ("once", "", "once"),
+    ],
+)  # fmt: skip
+def test_values_as_they_are_shown(value: Any, unit: str, text: str) -> None:
+    assert value_text(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("typed", "unit", "value"),
+    [("40", "%", 40.0), (" 40 % ", "%", 40.0), ("40%", "%", 40.0), ("2^11", "", 2048.0), ("1/3", "", 1 / 3),
+     ("5 steps", "steps", 5.0), (7, "", 7.0), (np.float32(0.5), "", 0.5), ("-2", "", -2.0)],
+)  # fmt: skip
+def test_guesses_as_they_are_typed(typed: Any, unit: str, value: float) -> None:
+    assert read_guess(typed, unit, ()) == value
+
+
+@pytest.mark.parametrize("typed", ["", "about 40", "__import__('os')", EVIL, "%", None, True, [1, 2]])
+def test_what_is_no_number_is_refused(typed: Any) -> None:
+    with pytest.raises(QuestionError, match="expected a number"):
+        read_guess(typed, "%", ())
+
+
+# ---- a question ----
+
+
+def test_a_guess_first_then_the_answer() -> None:
+    question = aw.ask("Which share of the gradients is stored as zero?", unit="%")
+    assert (question.guessed, question.note, question.settled) == (None, NO_GUESS, False)
+    say(question, guess="10")
+    say(question, guess="40 %")  # another one
+    assert (question.guessed, question.typed, question.note) == (40.0, "40 %", GUESSED.format(guess="40 %"))
+    answer = question.reveal(88, why="They are below 2^-25.", more="More.")
+    assert isinstance(answer, Answer)
+    assert (answer.shown, answer.said) == (True, "You said 40 %; measured: 88 %.")
+    assert (answer.verdict, answer.tone, answer.why, answer.more) == (
+        "Your guess is 2.2 times too low.", "warn", "They are below 2^-25.", "More.",
+    )  # fmt: skip
+    assert (question.settled, question.note) == (True, SETTLED.format(guess="40 %"))
+
+    # from now on it stands
+    say(question, guess="88")
+    assert (question.guessed, question.problem) == (40.0, "")
+    with pytest.raises(QuestionError, match="is shown already"):
+        question.guess(88)
+
+    # measured again
+    assert question.reveal(39.0) is answer
+    assert (answer.verdict, answer.tone, answer.why, answer.more) == (RIGHT, "good", "", "")
+
+
+def test_run_all_shows_no_answer_until_there_is_a_guess(messages: Any) -> None:
+    question = aw.ask("Which is faster?", choices=["checkpointing", "neither"])
+    answer = question.reveal("neither", why="Layers are computed twice.")
+    assert (answer.shown, answer.text, question.settled) == (False, WAITING, False)
+    assert "neither" not in str([one for one in messages.updates if "said" in one])  # the page is not told
+    sent = {name: value for name, value in answer.get_state().items() if not name.startswith("_") and name != "words"}
+    assert "neither" not in str(sent) + repr(answer)
+    say(question, guess="checkpointing")
+    assert answer.text == "You said checkpointing; measured: neither. " + OTHER + "\nLayers are computed twice."
+    assert question.settled
+
+
+def test_a_question_is_told_of_each_guess() -> None:
+    heard = []
+    question = Question("How many?")
+    question.on_guess(lambda: heard.append(question.guessed))
+    question.guess(3)
+    say(question, guess="x")
+    say(question, guess="2^2")
+    assert heard == [3, 4.0]
+    assert question.typed == "2^2"
+
+
+def test_what_is_refused_is_said_on_the_page_and_changes_nothing() -> None:
+    question = aw.ask("How many?")
+    question.guess(3)
+    for wrong in ("", "many", "1+1"):
+        say(question, guess=wrong)
+        assert "expected a number such as" in question.problem
+        assert (question.guessed, question.typed) == (3, "3")
+    say(question, guess=5)  # no text: not from our page
+    say(question, other="5")
+    assert question.guessed == 3
+    say(question, guess="4")
+    assert (question.guessed, question.problem) == (4.0, "")
+    choice = aw.ask("Which?", choices=["a", "b"])
+    say(choice, guess="c")
+    assert (choice.guessed, choice.problem) == (None, "got 'c', expected one of 'a', 'b'")
+
+
+@pytest.mark.parametrize(
+    ("choices", "measured", "message"),
+    [
+        (["a", "b"], "c", "measured: got 'c', expected one of the question's choices: 'a', 'b'"),
+        (["a", "b"], 1, "got 1, expected one"),
+        (None, "much", "measured: got 'much', expected a number"),
+        (None, None, "got None"),
+    ],
+)
+def test_what_was_measured_must_fit(choices: Any, measured: Any, message: str) -> None:
+    question = aw.ask("?", choices=choices)
+    with pytest.raises(QuestionError, match=message):
+        question.reveal(measured)
+    assert question.answer.text == WAITING
+
+
+@pytest.mark.parametrize("choices", [[], ["a"], ["a", "a"]])
+def test_choices_to_choose_from(choices: list[str]) -> None:
+    with pytest.raises(QuestionError, match="expected two or more that differ"):
+        aw.ask("?", choices=choices)
+
+
+@pytest.mark.parametrize("measured", [np.float32(88.0), np.int64(88), Fraction(88)])
+def test_numbers_of_all_kinds(measured: Any) -> None:
+    question = aw.ask("?", unit="%")
+    question.guess(88)
+    assert question.reveal(measured).text == "You said 88 %; measured: 88 %. Right."
+
+
+def test_markup_is_shown_as_text_where_there_is_no_widget() -> None:
+    question = aw.ask(EVIL, choices=[EVIL, "b"])
+    bundle, _ = question._repr_mimebundle_()
+    assert "<img" not in bundle["text/html"]
+    question.guess(EVIL)
+    bundle, _ = question.reveal("b", why=EVIL, more=EVIL)._repr_mimebundle_()
+    assert "<img" not in bundle["text/html"]
+    assert bundle["text/html"].startswith("<details open>")
+    assert bundle["text/plain"] == question.answer.text
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == question.answer.model_id
+
+
+def test_a_notebook_that_is_only_read_has_the_answer_folded_away() -> None:
+    answer = aw.ask("How many?").reveal(5, why="Because.")
+    bundle, _ = answer._repr_mimebundle_()
+    assert bundle["text/html"] == "<details><summary>Measured</summary><p>5</p><p>Because.</p></details>"
+    assert bundle["text/plain"] == WAITING
+
+
+def test_an_equal_guess_sends_nothing(messages: Any) -> None:
+    question = aw.ask("?", unit="%")
+    question.guess("40")
+    messages.clear()
+    question.guess("40")
+    assert messages.updates == []
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None\n"
+    code += "import amp_widgets as aw; q = aw.ask('?'); q.guess(1); print(q.reveal(1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "You said 1; measured: 1. Right.\n"
+
+
+def test_closing_closes_the_answer_too() -> None:
+    question = aw.ask("?")
+    answer = question.answer
+    question.close()
+    assert question.comm is None
+    assert answer.comm is None
