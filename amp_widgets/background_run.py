@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from amp_widgets import kernel
+from amp_widgets.core.batches import BatchStream
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.errors import RunError, SessionClosedError
@@ -72,12 +73,13 @@ class BackgroundRun:
         epochs: int | None,
         *,
         on_boundary: Callable[[], None],
+        before_batch: Callable[[BatchStream], None],
     ) -> None:
-        """As `amp_widgets.session.AmpSession.fit`, after `check_fit`; `on_boundary` as `Runner` takes it."""
+        """As `amp_widgets.session.AmpSession.fit`, after `check_fit`; the last two as `Runner` takes them."""
         model = loop.model
         assert model is not None
         training = Training(model=model, optimizers=loop.optimizers, batches=batches, loss_fn=loss_fn, epochs=epochs)
-        self.runner = Runner(loop, training, on_end=self._release_interrupt, on_boundary=on_boundary)
+        self.runner = Runner(loop, training, on_end=self._release_interrupt, on_boundary=on_boundary, before_batch=before_batch)
 
     def start(self, loop: LiveLoop) -> None:
         """Start it, or resume it when paused."""

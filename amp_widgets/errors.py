@@ -65,6 +65,10 @@ class DemoError(AmpWidgetsError, ValueError):
     """A demo was named that does not exist."""
 
 
+class QuestionError(AmpWidgetsError, ValueError):
+    """A guess, or what was measured, does not fit the question."""
+
+
 class MagicError(AmpWidgetsError, ValueError):
     """A ``%amp`` line that cannot be understood."""
 
@@ -73,5 +77,17 @@ class FormatError(AmpWidgetsError, ValueError):
     """A number format was named that does not exist, or asked for what it does not have."""
 
 
+class SnapshotError(AmpWidgetsError, RuntimeError):
+    """What training has come to cannot be kept, or what was kept cannot be read or does not fit the model."""
+
+
+class ForkError(AmpWidgetsError, RuntimeError):
+    """A run cannot go back to a step; the message says to which it can. The run is as it was."""
+
+
 class RecordingError(AmpWidgetsError, OSError):
     """A run cannot be recorded to a file, or a file is none that a run can be read from."""
+
+
+class ExportError(AmpWidgetsError, OSError):
+    """A run cannot be exported to this file, or in this form."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,14 +24,19 @@ class RunRecording:
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
+        self._why_ended: str | None = None
 
-    def begin(self, path: str | os.PathLike[str], loop: LiveLoop, *, model: str) -> None:
+    def begin(
+        self, path: str | os.PathLike[str], loop: LiveLoop, *, model: str, more_facts: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the run of `loop`, which is not kept alive, to a new file, until `end`.
 
         Parameters
         ----------
         model
             Its name, for people.
+        more_facts
+            About the run, JSON-able, beside what is known here.
 
         Raises
         ------
@@ -37,17 +47,30 @@ class RunRecording:
             raise RecordingError(
                 f"record: the run is being recorded to {self._recorder.path}; session.stop_recording() ends that"
             )
-        facts = {
-            "model": model,
-            "device": device_name(loop.device),
-            "memory_source": loop.memory_source,
-            "cuda": torch.version.cuda,
-            **environment(),
-        }
-        self._recorder = Recorder(path, loop, facts=facts)
+        self._recorder = Recorder(path, loop, facts={**facts_of_loop(loop, model=model), **(more_facts or {})})
+        self._why_ended = None
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """What is there now is written, and nothing within; see `Recorder.held`."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.held()
+
+    def go_on_beside(self, loop: LiveLoop, *, model: str, more_facts: Mapping[str, Any]) -> None:
+        """End the file, and go on in a new one beside it: ``run.db``, ``run.fork-1.db``, ``run.fork-2.db``, ...
+
+        Where that one cannot be made recording ends, and `notice` says so.
+        """
+        before = self.path
+        self.end()
+        if before is None:
+            return
+        try:
+            self.begin(_beside(before), loop, model=model, more_facts=more_facts)
+        except RecordingError as error:
+            self._why_ended = f"Recording has ended with the fork: {error}"
 
     def end(self) -> None:
         """Write what is left, and let go of the file."""
+        self._why_ended = None
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
@@ -60,4 +83,22 @@ class RunRecording:
     @property
     def notice(self) -> str | None:
         """What is wrong with the file, as a sentence, or None."""
-        return None if self._recorder is None else self._recorder.notice
+        return self._why_ended if self._recorder is None else self._recorder.notice
+
+
+def facts_of_loop(loop: LiveLoop, *, model: str) -> dict[str, Any]:
+    """What is known of a run here, JSON-able."""
+    return {
+        "model": model,
+        "device": device_name(loop.device),
+        "memory_source": loop.memory_source,
+        "cuda": torch.version.cuda,
+        **environment(),
+    }
+
+
+def _beside(path: Path) -> Path:
+    """The first name that is free."""
+    stem = re.sub(r"\.fork-\d+$", "", path.stem)
+    names = (path.with_name(f"{stem}.fork-{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))

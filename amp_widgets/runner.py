@@ -11,12 +11,13 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from amp_widgets.core.batches import NO_MORE, BatchStream, lasts
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.errors import RunError
@@ -86,6 +87,8 @@ class Runner:
         Called on the training thread when a run has ended, however it did; the next run waits for its return.
     on_boundary
         Called on the training thread before each step, and now and then while the run is paused.
+    before_batch
+        Called on the training thread between two steps, before a batch is taken from what it is given.
 
     Attributes
     ----------
@@ -100,10 +103,14 @@ class Runner:
         *,
         on_end: Callable[[], None] | None = None,
         on_boundary: Callable[[], None] | None = None,
+        before_batch: Callable[[BatchStream], None] | None = None,
     ) -> None:
         self._loop = loop
         self._on_end = on_end
         self._on_boundary = on_boundary
+        self._before_batch = before_batch
+        self._stream: BatchStream | None = None  # while it trains
+        self._other_stream: BatchStream | None = None  # to go on with
         self.newest_batch: Any = None
         self._jobs: collections.deque[Callable[[], None]] = collections.deque()
         self._training = training
@@ -223,6 +230,7 @@ class Runner:
                 self._resetting = True
                 self._changed.notify_all()
             else:
+                self._other_stream = None
                 self._restore()  # with the lock held: no run can begin meanwhile
 
     def between_steps(self, job: Callable[[], None], *, takes_long: bool = False) -> None:
@@ -260,6 +268,40 @@ class Runner:
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
         """What makes the loss."""
         return self._training.loss_fn
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        """The data."""
+        return self._training.batches
+
+    # ---- for what is called by `between_steps` ----------------------------------------------------------------------
+
+    def new_stream(self) -> BatchStream:
+        """The data, from their beginning."""
+        return BatchStream(self._training.batches, self._training.epochs, on_empty=_refuse_empty)
+
+    def train_from(self, stream: BatchStream) -> bool:
+        """Train one step on the next batch of other data than the run goes through; False where they have no more."""
+        batch = stream.take()
+        if batch is NO_MORE:
+            return False
+        inputs, targets = _moved(batch, self._loop.device)
+        self._one_step(self._training, inputs, targets)
+        return True
+
+    def find_place_again(self) -> None:
+        """Where something else has gone through the data meanwhile, and they have but one iterator."""
+        stream = self._stream
+        if stream is not None and lasts(stream.batches):
+            stream.go_to(stream.place, lambda: None)
+
+    def go_on_with(self, stream: BatchStream) -> None:
+        """Go on with these data: at once where a run is alive, else with the next start, for which it is ready."""
+        self._other_stream = stream
+        with self._changed:
+            if self._state not in ALIVE:
+                self._error = self._sentence = self.error_text = None
+                self._enter("ready")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended.
@@ -342,6 +384,8 @@ class Runner:
                 self._do_what_waits()
             except BaseException as error:
                 ended = self._fail(error)
+            if self._other_stream is not None and not self._stopping and ended != "failed":
+                ended = self._train_and_keep_the_error()  # it was alive when it was asked to go back
 
     def _do_jobs(self) -> None:
         """While no run is alive."""
@@ -368,14 +412,26 @@ class Runner:
     def _train(self) -> RunState:
         training = self._training
         device = self._loop.device
-        for batch in self._all_batches():
-            self.newest_batch = batch
-            if not self._may_step():
-                return "stopped"
-            inputs, targets = _moved(batch, device)
-            self.samples = _samples(inputs)
-            self._one_step(training, inputs, targets)
-        return "stopped" if self._stopping else "finished"
+        self._stream = self._other_stream or self.new_stream()
+        self._other_stream = None
+        try:
+            while True:
+                if self._before_batch is not None:
+                    self._before_batch(self._stream)
+                batch = self._stream.take()
+                if batch is NO_MORE:
+                    return "stopped" if self._stopping else "finished"
+                self.newest_batch = batch
+                if not self._may_step():
+                    return "stopped"
+                if self._other_stream is not None:  # and this batch is of a course that is left
+                    self._stream, self._other_stream = self._other_stream, None
+                    continue
+                inputs, targets = _moved(batch, device)
+                self.samples = _samples(inputs)
+                self._one_step(training, inputs, targets)
+        finally:
+            self._stream = None
 
     def _one_step(self, training: Training, inputs: Any, targets: Any) -> None:
         loop = self._loop
@@ -389,21 +445,6 @@ class Runner:
             loop.scaler.step(optimizer)
         loop.scaler.update()
 
-    def _all_batches(self) -> Iterator[Any]:
-        epoch = 0
-        while self._training.epochs is None or epoch < self._training.epochs:
-            count = 0
-            for batch in self._training.batches:
-                count += 1
-                yield batch
-            epoch += 1
-            if count == 0:
-                what = "no batch at all" if epoch == 1 else f"no batch in epoch {epoch}"
-                raise RunError(
-                    f"fit: got {what} from the data, expected (inputs, targets); an iterator can be used up only once: pass a "
-                    "DataLoader or a list"
-                )
-
     def _may_step(self) -> bool:
         """Whether to train a step now; waits here while paused. False when to stop."""
         while True:
@@ -414,7 +455,7 @@ class Runner:
                 if not waits:
                     if self._stopping:
                         return False
-                    if not self._pausing:
+                    if not self._pausing or self._other_stream is not None:
                         return True
                     if self._steps_allowed > 0:
                         self._steps_allowed -= 1
@@ -453,7 +494,10 @@ class Runner:
 
     def _expect_not_working(self, verb: str) -> None:
         if self._working:
-            raise RunError(f"{verb}: settings are being compared, or steps predicted, on this model; wait for it, or cancel")
+            raise RunError(
+                f"{verb}: settings are being compared, or steps predicted, on this model, or it goes back to a step; wait for "
+                "it, or cancel"
+            )
 
     def _resume(self) -> None:
         self._pausing = False
@@ -505,6 +549,8 @@ class Runner:
 
     def _restore(self) -> None:
         _restore(self._loop, self._training, self._first)
+        if self._stream is not None:
+            self._stream.begin_lap()
         self._loop.record_event("run", "reset to the first weights", state="reset")
 
 
@@ -586,6 +632,14 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return _sequence_like(value, [_on_cpu(item) for item in value])
     return copy.deepcopy(value)
+
+
+def _refuse_empty(epoch: int) -> None:
+    what = "no batch at all" if epoch == 1 else f"no batch in epoch {epoch}"
+    raise RunError(
+        f"fit: got {what} from the data, expected (inputs, targets); an iterator can be used up only once: pass a DataLoader or "
+        "a list"
+    )
 
 
 def _called(value: object) -> str:

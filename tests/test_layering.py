@@ -17,12 +17,18 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("charts", "kernel", "cell"),
     ("core",),
     ("analysis", "runner", "recording", "capture"),
+    ("export",),
     ("widgets",),
+    ("runs_comparison",),
+    ("compare_magic",),
     ("background_run",),  # from here the rooms of the session, up to itself
     ("on_demand",),
-    ("session_state", "session_analyses", "cell_steps"),
-    ("run_recording",),
-    ("session",),
+    ("session_state", "session_analyses", "snapshots"),
+    ("run_recording", "run_sinks"),
+    ("forks",),
+    ("cell_steps",),
+    ("session", "recorded_run"),
+    ("replay_magics",),
     ("demos", "integrations", "captured_cell"),
     ("magics",),
     ("__init__",),
@@ -38,10 +44,13 @@ OTHERS = {
     "kernel": {"IPython", "ipykernel", "comm", "zmq", "tornado", "traitlets", "ipywidgets"},
     "cell": {"IPython"},
     "charts": {"plotly", "numpy", "anywidget", "ipywidgets", "tsdownsample", "traitlets", "IPython"},
-    "core": {"torch", "numpy"},
+    "core": {"torch", "numpy", "pandas"},
 }
 # Modules that must not import torch, nor a module of the package that does.
-WITHOUT_TORCH = ("errors", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats")
+WITHOUT_TORCH = (
+    "errors", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export", "recording",
+    "runs_comparison", "compare_magic", "widgets.runs_view",
+)  # fmt: skip
 
 
 class Import(NamedTuple):

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import random
 import types
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from amp_widgets.core.memory.storages import storages_of
+from amp_widgets.core.random_states import RandomStates, generator_state, generator_state_known, set_generator_state
 
 
 class Snapshot:
@@ -53,7 +53,7 @@ class Snapshot:
             for optimizer in optimizers:
                 self._keep(self._of_optimizer(optimizer))
             self._versions = _Versions([kept.tensor for kept in self._tensors])
-        self._random = _RandomStates()
+        self._random = RandomStates()
 
     def restore(self) -> None:
         """Put everything back; may be called again, after another try."""
@@ -225,39 +225,11 @@ class _Versions:
             self._kept.__exit__()
 
 
-class _RandomStates:
-    """Of torch on the CPU and on every CUDA device in use, of NumPy and of Python."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-
-
 def _rewind(generator: object) -> Callable[[], None] | None:
     """What sets a random generator to its state of now; None for other objects."""
-    if isinstance(generator, random.Random):
-        if isinstance(generator, random.SystemRandom):  # has no state
-            return None
-        return functools.partial(generator.setstate, generator.getstate())
-    if isinstance(generator, torch.Generator):
-        return functools.partial(_set_generator, generator, generator.get_state())
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.set_state, generator.get_state())
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return functools.partial(setattr, bits, "state", bits.state) if isinstance(bits, np.random.BitGenerator) else None
-
-
-def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
+    if not generator_state_known(generator):
+        return None
+    return functools.partial(set_generator_state, generator, generator_state(generator))
 
 
 def _put_back_array(array: np.ndarray[Any, Any], held: np.ndarray[Any, Any]) -> None:

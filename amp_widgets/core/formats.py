@@ -152,7 +152,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def spacing(self, value: float) -> float:
-        """From the stored number to the next larger in size (one ulp); NaN beyond the range."""
+        """From the number stored for this value to the next larger in size (one ulp); NaN beyond the range."""
 
     @abc.abstractmethod
     def neighbours(self, value: float) -> Neighbours:
@@ -171,7 +171,7 @@ class Format(abc.ABC):
         return Fields(code >> (fraction + exponent), (code >> fraction) & ((1 << exponent) - 1), code & ((1 << fraction) - 1))
 
     def flip(self, code: int, bit: int) -> int:
-        """The code with one bit flipped; bit 0 is the last of the fraction.
+        """The `code` with one `bit` flipped; bit 0 is the last of the fraction.
 
         Raises
         ------
@@ -524,6 +524,8 @@ def format_of(name: str | Format, *, scale: float | None = None) -> Format:
 
     Parameters
     ----------
+    name
+        One of these, or a `Format`.
     scale
         Of ``"int8"``, by default 1.
 
@@ -589,6 +591,15 @@ class RoundTrip(NamedTuple):
 def scaled_round_trip(value: float, scale: float, name: str | Format) -> RoundTrip:
     """Scale, store, unscale, as loss scaling does with gradients; the arithmetic is that of float64.
 
+    Parameters
+    ----------
+    value
+        Of the gradient.
+    scale
+        What it is multiplied by before it is stored.
+    name
+        As in `format_of`.
+
     Raises
     ------
     FormatError
@@ -611,6 +622,13 @@ def update_survives(w: npt.ArrayLike, g: npt.ArrayLike, lr: npt.ArrayLike, name:
 
     The weight is stored first, the update is computed in float64 from the gradient as it is, and what comes out is stored. What
     is less than half of the weight's spacing is lost. Where one of the three is NaN, nothing survives.
+
+    Parameters
+    ----------
+    w, g, lr
+        The weight, its gradient and the learning rate, numbers or arrays.
+    name
+        As in `format_of`.
 
     Raises
     ------

@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -20,88 +18,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
 from amp_widgets.core.array_readback import ArrayReadback
+from amp_widgets.core.gradient_counts import BUCKETS, MODEL, CountedGradients, Family, GradientCounts, larger
 from amp_widgets.core.layers import inner_model, named_layers
 from amp_widgets.core.memory.compiled import frames_compiled, is_compiled
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.unseen import unseen
 
-Family = Literal["output", "parameter"]
-
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -126, 127
-"""Of the normal numbers of fp32."""
-BUCKETS = 767
-"""See `bucket_of`."""
-ZERO_BUCKET, SUBNORMAL_BUCKET, INF_BUCKET, NAN_BUCKET = 0, 1, 765, 766
-MODEL = "(model)"
 KEPT = 16
 SAMPLE_ELEMENTS = 1 << 15
 """A share among so many that were drawn has a standard error of 0.28 percentage points at most, of 0.05 where it is 1 percent."""
 PARAMETER_PART = 8
 """Of a parameter's gradient the sample is a part of that: it takes time, and what matters of these is whether they overflow."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CountedGradients:
-    """The gradients of one layer in one format.
-
-    Attributes
-    ----------
-    layer
-        Its name; the model itself is ``"(model)"``.
-    family
-        ``"output"``: gradients with respect to what the layer returns. ``"parameter"``: with respect to its own parameters, as
-        they arrive, before they are added to those that are there.
-    dtype
-        The format that they are stored in, ``"fp16"`` for example. The gradient of an fp32 parameter is fp32, also where
-        autocast has computed it in fp16.
-    arrivals
-        How many tensors they were.
-    elements
-        Of all of them; a complex number is two, its real and its imaginary part.
-    looked_at
-        How many of the elements were put into buckets: fewer than all are a sample.
-    counts
-        How many of all elements there are, by bucket: see `bucket_of`. Estimated where only a sample was looked at, each tensor
-        with the weight of all its elements. Shape ``(BUCKETS,)``, float64.
-    peaks
-        The largest absolute value among *all* elements, also where only a sample was put into buckets: inf where one is inf, NaN
-        where one is NaN. By the name of the parameter in its layer; that of outputs is ``""``.
-    wide
-        Whether autocast leaves it as it is, so that no fp16 is on its way: of the fp32 parameters of torch's normalisations and
-        embeddings, and of complex ones.
-    """
-
-    layer: str
-    family: Family
-    dtype: str
-    arrivals: int
-    elements: int
-    looked_at: int
-    counts: npt.NDArray[np.float64]
-    peaks: Mapping[str, float]
-    wide: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GradientCounts:
-    """The gradients of one step as they were stored: the true ones times the loss scale.
-
-    Attributes
-    ----------
-    step
-        Its number.
-    scale
-        The loss scale that was used; 1 where the loss was not scaled.
-    rows
-        In the order in which their first gradients were produced.
-    notes
-        What was not counted, in sentences.
-    """
-
-    step: int
-    scale: float
-    rows: tuple[CountedGradients, ...]
-    notes: tuple[str, ...] = ()
 
 
 def bucket_of(values: Tensor) -> Tensor:
@@ -241,6 +168,14 @@ class GradientProbe:
         if opened is not None:
             opened.stop()
 
+    def forget_from(self, step: int) -> None:
+        """Let go of what was counted in this step and in later ones."""
+        self._take_in(wait=True)
+        with self._lock:
+            kept = [counts for counts in self._counts if counts.step < step]
+            self._counts.clear()
+            self._counts.extend(kept)
+
     def close(self) -> None:
         """Let go of the model; what was counted stays."""
         self.abandon()
@@ -275,11 +210,6 @@ def gradient_node(parameter: Tensor) -> Any:
     if not parameter.requires_grad or not parameter.is_leaf:
         return None
     return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-def larger(one: float, other: float) -> float:
-    """The larger of two; NaN where one is NaN."""
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def drawn(gradient: Tensor, chosen: Tensor) -> Tensor:

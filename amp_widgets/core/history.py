@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from amp_widgets.errors import HistoryError
+from amp_widgets.errors import HistoryError, MissingExtraError
+
+if TYPE_CHECKING:
+    import pandas
 
 COLUMNS = ("step", "time_s", "loss", "scale", "skipped", "step_s", "allocated_bytes", "peak_bytes", "reserved_bytes")
 DEFAULT_CAPACITY = 1_000_000
@@ -150,7 +154,7 @@ class History:
         return f"<History: {self._total_rows} steps, {len(self._events)} events>"
 
     def append(self, **values: float) -> None:
-        """Add one row; columns that are not named are NaN.
+        """Add one row, of `values` by column; columns that are not named are NaN.
 
         Raises
         ------
@@ -215,7 +219,7 @@ class History:
             listener()
 
     def columns(self, *names: str) -> dict[str, npt.NDArray[Any]]:
-        """The named columns, or all; copies of shape ``(len(self),)``.
+        """The columns of these `names`, or all; copies of shape ``(len(self),)``.
 
         Returns
         -------
@@ -230,7 +234,7 @@ class History:
         return self.rows_since(Cursor(), *names)[0]
 
     def rows_since(self, cursor: Cursor | None, *names: str) -> tuple[dict[str, npt.NDArray[Any]], Cursor, bool]:
-        """What was appended since `cursor`; None is the beginning.
+        """What was appended since `cursor`, in the columns of these `names`; None is the beginning.
 
         Returns
         -------
@@ -272,7 +276,7 @@ class History:
         return rows, now
 
     def last(self, name: str, *, measured: bool = False) -> float:
-        """The value in the newest row, or with `measured` the newest that is not NaN; NaN if there is none.
+        """The value in the newest row of the column `name`, or with `measured` the newest that is not NaN; NaN if there is none.
 
         Raises
         ------
@@ -299,6 +303,48 @@ class History:
         """The events from the `index`-th on in order of arrival, and the index to go on from."""
         with self._lock:
             return self._events[index:], len(self._events)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Every row that is kept, as a table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A column for each of `names`, ``step`` of int64, the others of float64 with NaN where not measured. Units are in the
+            names: sizes in bytes, times in seconds; ``time_s`` counts from when the history began, ``loss`` and ``scale`` have no
+            unit, ``skipped`` is 0 or 1.
+
+        Raises
+        ------
+        MissingExtraError
+            When pandas is not installed.
+        """
+        return _pandas("to_pandas").DataFrame(self.columns())
+
+    def events_to_pandas(self) -> pandas.DataFrame:
+        """Every event, as a table.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``step`` (int64), ``kind``, ``reason``, ``detail`` (JSON text) and ``time_s`` (seconds since the history began), by
+            step and within a step in order of arrival: see `Event`.
+
+        Raises
+        ------
+        MissingExtraError
+            When pandas is not installed.
+        """
+        events = self.events()
+        columns: dict[str, Any] = {
+            "step": np.array([event.step for event in events], dtype=np.int64),
+            "kind": [event.kind for event in events],
+            "reason": [event.reason for event in events],
+            "detail": [json.dumps(dict(event.detail)) for event in events],
+            "time_s": np.array([event.time_s for event in events], dtype=np.float64),
+        }
+        frame = _pandas("events_to_pandas").DataFrame(columns)
+        return frame.astype({"kind": "str", "reason": "str", "detail": "str"})
 
     def _positions(self, names: Sequence[str]) -> dict[str, int]:
         try:
@@ -359,6 +405,14 @@ class History:
         self._stored += reduced - older
         self._reduced_rows = reduced
         self._reductions += 1
+
+
+def _pandas(what: str) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtraError(f"{what}: {error}; install pandas with: pip install 'amp-widgets[pandas]'") from error
+    return pandas
 
 
 _FIRST_ROWS = 1024

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from amp_widgets.core.history import COLUMNS, Event, History
@@ -144,12 +145,35 @@ class Journal:
     def __init__(self, *, capacity: int, devices: Sequence[torch.device], clock: Callable[[], float]) -> None:
         self._per_device = len(devices) > 1
         extra = [f"{name}[{device}]" for device in devices for name in _MEMORY_COLUMNS] if self._per_device else []
-        self._history = History(capacity=capacity, extra_columns=extra)
+        self._begin(History(capacity=capacity, extra_columns=extra), clock, clock())
+
+    def _begin(self, history: History, clock: Callable[[], float], started_s: float) -> None:
+        self._history = history
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = started_s
         self._waiting: collections.deque[StepRecord | Event] = collections.deque()
         self._lock = threading.RLock()
         self._totals = _Totals()
+
+    def until(self, step: int, *, scales: Mapping[int, float] | None = None) -> Journal:
+        """Another journal with what was before a step, from which on it goes its own way; the time goes on.
+
+        Parameters
+        ----------
+        step
+            The first of which nothing is taken over, but for what was in force when it began.
+        scales
+            Of each scaler, by id, the scale that the step begins with.
+        """
+        other = Journal.__new__(Journal)
+        other._per_device = self._per_device
+        other._begin(history_until(self.history(wait=True), step), self._clock, self._started_s)
+        other._totals.take_over(other._history, scales or {})
+        return other
+
+    def beside(self) -> Journal:
+        """Another journal for the same loop, with nothing in it; the time goes on."""
+        return self.until(0)
 
     def now_s(self) -> float:
         """Seconds since the journal began."""
@@ -296,6 +320,19 @@ class _Totals:
         self.overall_peak_bytes = math.nan
         self.last_rejection: str | None = None
 
+    def take_over(self, history: History, scales: Mapping[int, float]) -> None:
+        """Be as after all that is in a history."""
+        columns = history.columns()
+        recent = {name: column[-_RECENT_STEPS:].tolist() for name, column in columns.items()}
+        for values in zip(*recent.values(), strict=True):
+            self.add(dict(zip(recent, values, strict=True)))
+        known = columns["peak_bytes"][~np.isnan(columns["peak_bytes"])]
+        self.overall_peak_bytes = float(known.max()) if known.size else math.nan
+        self.skipped_steps = len(history.events("skipped"))
+        if (columns["scale"] != 1.0).any():  # it was scaled before
+            self.last_after = dict(scales)
+            self.scale = next(iter(scales.values()), None)
+
     def add(self, row: Mapping[str, float]) -> None:
         self.loss = row["loss"]
         self.durations_s.append(row["step_s"])
@@ -308,6 +345,22 @@ class _Totals:
         allocated_bytes = row.get("allocated_bytes", math.nan)
         if not math.isnan(allocated_bytes):
             self.allocated_bytes = allocated_bytes
+
+
+def history_until(history: History, step: int) -> History:
+    """A history with the rows before a step, and the events up to its beginning."""
+    columns = history.columns()
+    before = columns["step"] < step
+    other = History(capacity=history.capacity, extra_columns=history.names[len(COLUMNS) :])
+    other.extend({name: column[before] for name, column in columns.items()})
+    for event in history.events_since(0)[0]:
+        if event.step < step or (event.step == step and event.kind in _BEFORE_A_STEP):
+            other.record(event)
+    return other
+
+
+_BEFORE_A_STEP = ("applied", "rejected", "scale_changed", "run", "note")
+"""The kinds of event that happen as a step begins; others are of the step itself."""
 
 
 def _larger(one: float, other: float) -> float:

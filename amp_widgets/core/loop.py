@@ -19,6 +19,8 @@ from amp_widgets.core.autocast import LiveAutocast, Support, autocast_support
 from amp_widgets.core.checkpointing import Checkpointing, Layer
 from amp_widgets.core.deaths import Deaths, out_of_memory_in
 from amp_widgets.core.fp32_layers import Fp32Layers
+from amp_widgets.core.going_back import Rehearsal, Standing
+from amp_widgets.core.gradient_counts import GradientCounts
 from amp_widgets.core.history import DEFAULT_CAPACITY, History
 from amp_widgets.core.hooks import Hooks
 from amp_widgets.core.journal import DeviceTimer, Journal, LoopStatus, StepRecord
@@ -134,6 +136,7 @@ class LiveLoop:
             model, optimizers, self.device, every=memory_every, reset_peak=reset_peak, say=WeakCall(self._say)
         )
         self._journal = Journal(capacity=history_capacity, devices=devices, clock=clock)
+        self._rehearsal: Rehearsal | None = None
         self._deaths = Deaths()
         self.release_later: Callable[[Callable[[], None]], bool] | None = None
         """Takes what frees the memory that an error holds, and calls it once that was shown; False: nobody will show it."""
@@ -412,6 +415,11 @@ class LiveLoop:
         """
         return self._memory.profiles
 
+    @property
+    def gradients(self) -> tuple[GradientCounts, ...]:
+        """How large the gradients were in the newest steps in which they were counted, as far as that has arrived."""
+        return self.numerics.gradients.counts
+
     def keep_profile(self, profile: StepProfile) -> None:
         """Put it among `profiles`."""
         self._memory.keep(profile)
@@ -469,7 +477,7 @@ class LiveLoop:
         self._deaths.last = None
 
     def died(self, error: BaseException | None) -> bool:
-        """The user's loop was left by this exception. Whether memory had run out; then it is looked into, and memory freed.
+        """The user's loop was left by the exception `error`. Whether memory had run out; then it is looked into, and memory freed.
 
         For the thread that trains; the exception may be seen more than once. Other exceptions are left alone.
         """
@@ -499,7 +507,7 @@ class LiveLoop:
         return self._checkpointing.compiled
 
     def record_event(self, kind: str, reason: str, **detail: Any) -> None:
-        """Add an event at the present step."""
+        """Add an event of a `kind` at the present step; `reason` is for people, `detail` for programs, and JSON-able."""
         self._journal.put_event(self._step, kind, reason, detail)
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -575,7 +583,7 @@ class LiveLoop:
         return graph_is_alive(self.parameters())
 
     def own(self, thread_ident: int | None) -> None:
-        """Let only this thread begin steps (a background run); None lets any."""
+        """Let only the thread `thread_ident` begin steps (a background run); None lets any."""
         self._owner = thread_ident
         if thread_ident is None:
             self._arm()
@@ -654,6 +662,75 @@ class LiveLoop:
             self._memory.forget()
             self.on_boundary.clear()
             self.remarks.clear()
+
+    # ---- going back to an earlier step (fork), between two steps -----------------------------------------------------
+
+    def standing(self) -> Standing:
+        """How it stands now; waits for the device."""
+        return Standing(step=self._step, settings=self._settings, scalers=tuple(scaler.progress() for scaler in self._scalers))
+
+    def go_to(self, standing: Standing) -> None:
+        """Take the `standing` of then; the model and its optimizers are the caller's affair. On the thread that trains.
+
+        Raises
+        ------
+        SettingsError
+            When a layer is not there any more; it may stand half there then, and is to go back to where it was.
+        """
+        with self._step_lock, self._lock:
+            for name, switch in self._switches.items():
+                switch.apply(getattr(standing.settings, name))
+            self._configure_scalers(standing.settings, set_scale=False)
+            for scaler, (scale, growth_tracker) in zip(self._scalers, standing.scalers, strict=True):
+                scaler.put_back(scale, growth_tracker)
+            self._settings, self._step = standing.settings, standing.step
+
+    def check_request(self, changes: Mapping[str, Any], in_force: Settings, *, source: str) -> None:
+        """Raise a `SettingsError`, an event of `source` too, when the `changes` cannot be met where `in_force` is in force."""
+        with self._lock:
+            try:
+                self._queue.check(changes, in_force)
+            except SettingsError as error:
+                self._reject(str(error), changes, source)
+                raise
+
+    @contextlib.contextmanager
+    def rehearse(self, requests: Sequence[Request]) -> Iterator[Journal]:
+        """Steps within are no news: they are recorded in the journal that this gives, and nothing is measured of them.
+
+        Parameters
+        ----------
+        requests
+            With their steps: they alone are applied meanwhile, those for the present step at once. What waits goes on waiting.
+        """
+        self._rehearsal = Rehearsal(self._queue.repeating(requests), self._journal.beside())
+        try:
+            self._apply_queue()
+            yield self._rehearsal.journal
+        finally:
+            self._rehearsal = None
+
+    def begin_course(self) -> None:
+        """What comes is recorded in another history, which has in common with the one so far what is before the present step."""
+        with self._lock:
+            scales = {id(scaler): scaler.progress()[0] for scaler in self._scalers}
+            self._journal = self._journal.until(self._step, scales=scales)
+        self.numerics.forget_from(self._step)
+        death = self._deaths.last
+        if death is not None and death.step >= self._step:
+            self._deaths.last = None
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the history began, as events have them."""
+        return self._journal.now_s()
+
+    @property
+    def known_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that were given; where none were, those that there are for the model, as far as is known."""
+        if not self._optimizer_steps.given:
+            self._seek_optimizers()
+        return tuple(self._optimizer_steps.ours)
 
     # ---- a loop that knows nothing of it (capture) ------------------------------------------------------------------
 
@@ -768,7 +845,7 @@ class LiveLoop:
         self._optimizer_steps.count_as_ours(optimizer)
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether it is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
+        """Whether the module is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
         if self._held.has_lost_some():  # the ids of a model that was freed come again
             self._module_ids = self._ids_now()
         if id(module) in self._module_ids:
@@ -822,7 +899,8 @@ class LiveLoop:
             self._open.scaler_used = True
 
     def skipping(self, *, as_arrived: bool) -> None:
-        self.numerics.overflow.skipping(as_arrived=as_arrived)
+        if self._rehearsal is None:
+            self.numerics.overflow.skipping(as_arrived=as_arrived)
 
     def refused(self, reason: str) -> None:
         self.numerics.overflow.refuse(self._step, reason)
@@ -913,7 +991,8 @@ class LiveLoop:
             self._apply_queue()
         if not by_autocast:
             self._hooks.disarm_forward()
-        measured, profiled = self._memory.plan(self._step, self._settings)
+        rehearsed = self._rehearsal is not None
+        measured, profiled = (False, False) if rehearsed else self._memory.plan(self._step, self._settings)
         if measured:
             self._seek_optimizers()
             self._memory.begin()
@@ -927,7 +1006,8 @@ class LiveLoop:
             begun_s=begun_s,
             timer=DeviceTimer.start(self.device),
         )
-        self.numerics.begin(self._step)
+        if not rehearsed:
+            self.numerics.begin(self._step)
 
     def _seek_optimizers(self) -> None:
         """Let the meter know the optimizers that there are already, so that their state counts from the first step on."""
@@ -970,7 +1050,7 @@ class LiveLoop:
         with self._step_lock:
             self._record(scaled)
         self._arm()
-        self._journal.write(wait=False)
+        self._records.write(wait=False)
         self.at_boundary = True
         try:
             for listener in tuple(self.on_boundary):
@@ -990,9 +1070,10 @@ class LiveLoop:
         reading, profile = self._memory.end(self._settings, measured=opened is not None and opened.measured)
         if profile is not None:
             self.keep_profile(profile)
-        self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
+        if self._rehearsal is None:
+            self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
         self._fp32_layers.step_ended(self._step)
-        self._journal.put_step(
+        self._records.put_step(
             StepRecord(
                 step=self._step,
                 time_s=self._journal.now_s(),
@@ -1074,13 +1155,14 @@ class LiveLoop:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def _apply_queue(self) -> None:
-        if not self._queue:
+        queue = self._queue if self._rehearsal is None else self._rehearsal.queue
+        if not queue:
             return
         with self._lock:
-            self._queue.call_up(self._step)
-            while (request := self._queue.first()) is not None:
+            queue.call_up(self._step)
+            while (request := queue.first()) is not None:
                 self._apply(request)
-                self._queue.drop_first()  # only now: an interrupt leaves it waiting
+                queue.drop_first()  # only now: an interrupt leaves it waiting
 
     def _apply(self, request: Request) -> None:
         before = self._settings
@@ -1093,7 +1175,7 @@ class LiveLoop:
         except Exception as error:  # whatever it is, it is shown: a request is never half applied nor lost
             self._roll_back(before, request)
             reason = str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"
-            self._reject(reason, request.changes, request.source)
+            self._records.put_event(self._step, "rejected", reason, {**request.changes, "source": request.source})
         except BaseException:
             self._roll_back(before, request)
             raise
@@ -1101,8 +1183,9 @@ class LiveLoop:
             self._settings = settings
             self._overridden.update(request.changes)
             if "init_scale" in request.changes:
-                self._journal.scale_was_set()
-            self.record_event("applied", describe_changes(request.changes), **request.changes, source=request.source)
+                self._records.scale_was_set()
+            said = describe_changes(request.changes)
+            self._records.put_event(self._step, "applied", said, {**request.changes, "source": request.source})
 
     def _roll_back(self, settings: Settings, request: Request) -> None:
         if self._overrides_scaler or not self.has_users_scaler:
@@ -1124,6 +1207,11 @@ class LiveLoop:
     @property
     def _overrides_scaler(self) -> bool:
         return not self._overridden <= self._switches.keys()
+
+    @property
+    def _records(self) -> Journal:
+        """Where the steps go."""
+        return self._journal if self._rehearsal is None else self._rehearsal.journal
 
     def _check_open(self, verb: str) -> None:
         if self._closed:

@@ -52,6 +52,11 @@ class Numerics:
         self.gradients.abandon()
         self.overflow.abandon()
 
+    def forget_from(self, step: int) -> None:
+        """This step and those after it are trained anew: what was found in them is of another course."""
+        self.gradients.forget_from(step)
+        self.overflow.forget_from(step)
+
     def close(self) -> None:
         """Let go of the model; what was found stays."""
         self.gradients.close()

@@ -201,6 +201,15 @@ class OverflowProbe:
         self._stop_following()
         self._looked = None
 
+    def forget_from(self, step: int) -> None:
+        """Let go of the notes of this step and later ones."""
+        self._take_in(wait=True)
+        with self._lock:
+            for notes in (self._notes, self._refused):
+                kept = [note for note in notes if note.step < step]
+                notes.clear()
+                notes.extend(kept)  # type: ignore[arg-type]  # of the deque that they come from
+
     def close(self) -> None:
         """Let go of the model; what was noted stays."""
         self.abandon()

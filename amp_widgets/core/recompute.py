@@ -56,6 +56,12 @@ class Recomputable:
         self._state = LayerState(layer, facts.writes_to)
         self._host_random = HostRandom() if facts.draws_on_host else None
 
+    @property
+    def layer(self) -> nn.Module:
+        """Whose call it is."""
+        layer: nn.Module = self._call.__self__  # type: ignore[attr-defined]  # of a bound method
+        return layer
+
     def run(self) -> Any:
         """The layer's output, whose graph recomputes what it needs."""
         saved = self._inputs.for_torch()

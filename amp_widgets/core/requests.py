@@ -86,6 +86,22 @@ class RequestQueue:
         self._scheduled.sort(key=_step_of)
         return request
 
+    def check(self, changes: Mapping[str, Any], in_force: Settings) -> dict[str, Any]:
+        """The changes as they would be in force from `in_force` on; nothing waits.
+
+        Raises
+        ------
+        SettingsError
+            When they cannot be met.
+        """
+        return self._validated(changes, in_force, ())
+
+    def repeating(self, requests: Iterable[Request]) -> RequestQueue:
+        """Another queue for the same loop, in which only these wait, each for its step; they were validated once."""
+        other = RequestQueue(self._device, self._support, self._switches)
+        other._scheduled = sorted(requests, key=_step_of)
+        return other
+
     @property
     def scheduled(self) -> tuple[Request, ...]:
         """Those that wait for a later step, by step."""

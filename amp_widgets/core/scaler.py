@@ -333,6 +333,21 @@ class LiveScaler(torch.amp.GradScaler):
             self._growth_tracker.mul_(self._growth_tracker < settings.growth_interval)
         self._clamp()
 
+    def progress(self) -> tuple[float, int]:
+        """The live scale, and the steps without inf or NaN since it changed; waits for the device."""
+        with self._as_if_scaling():
+            return float(self.get_scale()), int(self._get_growth_tracker())
+
+    def put_back(self, scale: float, growth_tracker: int) -> None:
+        """Come back to what `progress` has given; between steps, with the settings of then in force."""
+        if self._scale is None or self._growth_tracker is None:
+            self._init_scale, self._init_growth_tracker = scale, growth_tracker
+        else:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(growth_tracker)
+        self._per_optimizer_states.clear()
+        self._skipped_by, self._last_skipped = {}, {}
+
     @property
     def adopted(self) -> bool:
         """Whether it is a user's own, made live by `adopt`."""

@@ -51,7 +51,8 @@ class Settings:
         Floor and cap of the live scale, or None; an initial scale outside of them is held to them.
     checkpointed
         Names of the checkpointed layers, in the model's order. In a request, globs too: ``*`` stands for one part of a
-        dotted name, ``**`` for any number of parts. A `Planned`, such as a plan for a memory budget, stands for its layers.
+        dotted name, ``**`` for any number of parts. A `Planned`, such as a plan for a memory budget, stands for its layers;
+        one that does not fit its budget is refused.
     fp32_layers
         Names of the layers that are kept in FP32 while autocast is on, in the model's order. In a request, globs too.
 
@@ -99,7 +100,7 @@ class Settings:
                 "expected min_scale <= max_scale"
             )
         planned: object = self.checkpointed
-        put(self, "checkpointed", _names("checkpointed", planned.layers if isinstance(planned, Planned) else planned))
+        put(self, "checkpointed", _names("checkpointed", _planned_layers(planned) if isinstance(planned, Planned) else planned))
         put(self, "fp32_layers", _names("fp32_layers", self.fp32_layers))
 
     @property
@@ -119,7 +120,7 @@ class Settings:
         return min(max(scale, low), high)
 
     def replace(self, **changes: Any) -> Settings:
-        """These settings with some changed.
+        """These settings with some `changes`.
 
         Raises
         ------
@@ -143,7 +144,7 @@ FIELD_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(
 
 
 def format_scale(scale: float) -> str:
-    """``2^16`` for a power of two, else the shortest decimal.
+    """A loss scale for people: ``2^16`` for a power of two, else the shortest decimal.
 
     >>> format_scale(65536.0), format_scale(3.0)
     ('2^16', '3')
@@ -230,6 +231,15 @@ def _positive_int(name: str, value: object) -> int:
     if not number.is_integer() or not 1 <= number <= 2**31 - 1:
         raise SettingsError(f"{name}: got {value!r}, expected a whole number of steps from 1 to 2147483647")
     return int(number)
+
+
+def _planned_layers(planned: Planned) -> Iterable[str]:
+    if not getattr(planned, "fits", True):
+        raise SettingsError(
+            f"checkpointed: got a plan that does not keep within its budget, expected one that fits. {planned}. To checkpoint its "
+            "layers all the same, request checkpointed=plan.layers"
+        )
+    return planned.layers
 
 
 def _names(setting: str, value: object) -> tuple[str, ...]:
