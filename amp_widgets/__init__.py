@@ -6,44 +6,56 @@ Public names are resolved when they are first used: importing this package impor
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amp_widgets.core.settings import Settings
-    from amp_widgets.demos import demo
-    from amp_widgets.recording.run import open_run
+    from amp_widgets.demos import demo, scenario
+    from amp_widgets.recorded_run import open_run
+    from amp_widgets.runs_comparison import compare_runs
     from amp_widgets.session import AmpSession
     from amp_widgets.widgets.format_lab import FormatLab
+    from amp_widgets.widgets.question import Question, ask
 
 __version__ = "0.1.0"
 __all__ = [
     "AmpSession",
     "FormatLab",
+    "Question",
     "Settings",
     "__version__",
+    "ask",
+    "compare_runs",
     "demo",
     "load_ipython_extension",
     "open_run",
+    "scenario",
     "unload_ipython_extension",
 ]
 
 _HOMES = {
     "AmpSession": "amp_widgets.session",
     "FormatLab": "amp_widgets.widgets.format_lab",
+    "Question": "amp_widgets.widgets.question",
     "Settings": "amp_widgets.core.settings",
+    "ask": "amp_widgets.widgets.question",
+    "compare_runs": "amp_widgets.runs_comparison",
     "demo": "amp_widgets.demos",
-    "open_run": "amp_widgets.recording.run",
+    "open_run": "amp_widgets.recorded_run",
+    "scenario": "amp_widgets.demos",
 }
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext amp_widgets``: brings the ``%amp`` magic."""
-    importlib.import_module("amp_widgets.magics").register(shell)
+    """``%load_ext amp_widgets``: brings the ``%amp`` magic to a `shell` of IPython; where torch is not installed, only that for recorded runs."""
+    with_torch = importlib.util.find_spec("torch") is not None
+    importlib.import_module("amp_widgets.magics" if with_torch else "amp_widgets.replay_magics").register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """``%unload_ext amp_widgets``: takes the ``%amp`` magic away and closes the sessions that it made."""
-    importlib.import_module("amp_widgets.magics").unregister(shell)
+    """``%unload_ext amp_widgets``: takes the ``%amp`` magic away from the `shell`, and closes the sessions that it made."""
+    importlib.import_module("amp_widgets.replay_magics").unregister(shell)
 
 
 def __getattr__(name: str) -> Any:

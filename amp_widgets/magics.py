@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 from typing import Any
 
 from IPython.core.display_functions import display
@@ -12,18 +11,24 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from amp_widgets.analysis.weights import WeightReader
 from amp_widgets.captured_cell import NO_DASHBOARD, CapturedCell
+from amp_widgets.compare_magic import HELP as COMPARE_HELP
+from amp_widgets.compare_magic import Compare
 from amp_widgets.core.memory.budget import typed_size
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
-from amp_widgets.demos import DEMOS, demo
+from amp_widgets.demos import DEMOS, demo, is_scenario, scenario
 from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError, SettingsError
+from amp_widgets.replay_magics import HELP as REPLAY_HELP
+from amp_widgets.replay_magics import Replay, in_one_line, words_of
 from amp_widgets.session import AmpSession, newest_session
 from amp_widgets.widgets.picture import Picture
 
-HELP = """\
+HELP = f"""\
 %amp                               this help, and how the newest session stands
 %amp demo digits                   a small model on real data, and its dashboard (also: text,
-                                   underflow, overflow)
+                                   underflow, overflow; --scenarios: with situations to play above it)
+%amp demo memory-wall              a situation to play: guess, run it, see how far off you were (also: scaling-off,
+                                   first-scale, growth, bf16-fp16, both, batchnorm, speed)
 %amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard
 %%amp [--model NAME] [--cpu]       runs the cell as it is, with its training loop under live control
                                    (--model: which of several models; --cpu: CUDA-only code, without a GPU)
@@ -35,6 +40,8 @@ HELP = """\
                                    without a size: what it is
 %amp record run.db                 write the run to a new file as it happens (off: no more); also in a %%amp cell, before its loop
 %amp note TEXT                     a note of yours among the events
+{REPLAY_HELP}
+{COMPARE_HELP}
 %amp formats                       a number in each number format, bit by bit
 %amp close                         let go of the model"""
 
@@ -50,25 +57,28 @@ class AmpMagics(Magics):
         self._session: AmpSession | None = None
         self._cell: CapturedCell | None = None  # that is running
         self._shown: dict[str, CapturedCell] = {}  # by the front end's name of the cell
+        self._replay = Replay(shell)
+        self._compare = Compare(shell)
 
     @line_cell_magic
     def amp(self, line: str, cell: str | None = None) -> None:
         """Mixed precision and activation checkpointing as live switches; ``%amp`` alone shows the help."""
         try:
-            captured = None if cell is None else self._captured(_words(line))
+            captured = None if cell is None else self._captured(words_of(line))
             if captured is None:
-                self._run(_words(line))
+                self._run(words_of(line))
         except AmpWidgetsError as error:
-            # a mistyped line needs its one sentence, not a traceback through this package
-            shown = type(error)(str(error))
-            lines = [f"{type(error).__name__}: {error}"]
-            shown._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
-            raise shown from None
+            raise in_one_line(error) from None
         if captured is not None and cell is not None:
             self._run_cell(captured, cell)
 
     def close(self) -> None:
-        """Close the session that the magic made."""
+        """Close the session that the magic made, and the run that it opened."""
+        self._replay.close()
+        self._compare.close()
+        self._close_session()
+
+    def _close_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -82,14 +92,16 @@ class AmpMagics(Magics):
             self._set_budget(words[1:])
         elif words[0] == "record":
             self._record(words[1:])
+        elif words[0] == "replay":
+            self._replay.show(words[1:])
+        elif words[0] == "compare":
+            self._compare.show(words[1:])
         elif words[0] == "note":
             _note(" ".join(words[1:]))
         elif words == ["formats"]:
             _show_formats()
         elif words[0] == "demo":
-            if len(words) > 2:
-                raise MagicError(f"%amp demo: got {len(words) - 1} names, expected one of {', '.join(DEMOS)}")
-            self._adopt(lambda: demo(words[1] if len(words) == 2 else "digits", display=False))
+            self._demo(words[1:])
         elif words[0] == "close":
             self._close_newest()
         elif len(words) <= 2:
@@ -98,6 +110,26 @@ class AmpMagics(Magics):
             self._adopt(lambda: AmpSession(_checked_model(words[0], model), optimizer))
         else:
             raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of these:\n{HELP}")
+
+    def _demo(self, words: list[str]) -> None:
+        names = [word for word in words if word != "--scenarios"]
+        if len(names) > 1:
+            raise MagicError(f"%amp demo: got {len(names)} names, expected one of {', '.join(DEMOS)}, or a situation to play")
+        name = names[0] if names else "digits"
+        if len(names) == len(words) and not is_scenario(name):
+            self._adopt(lambda: demo(name, display=False))
+            return
+        panel = scenario(name)
+        # the panel closes the one before; where another one is open, the notebook has gone on to that
+        panel.on_session(lambda session: self._take(session) if self._session is None or self._session.closed else None)
+        self._take(panel.session)
+        display(panel)
+
+    def _take(self, session: AmpSession) -> None:
+        """Let this be the session of the magic, in the place of the one before, and known to the notebook."""
+        self._close_session()
+        self._session = session
+        self.shell.push({self._free_name(): session})
 
     def _captured(self, words: list[str]) -> CapturedCell:
         """What a ``%%amp`` line asks for."""
@@ -197,7 +229,7 @@ class AmpMagics(Magics):
 
     def _adopt(self, make: Any) -> None:
         session = make()
-        self.close()  # a cell that is run again must not leave the former run training
+        self._close_session()  # a cell that is run again must not leave the former run training
         self._session = session
         name = self._free_name()
         self.shell.push({name: session})
@@ -227,8 +259,8 @@ class AmpMagics(Magics):
         first, *rest = name.split(".")
         if not all(part.isidentifier() for part in (first, *rest)) or first not in self.shell.user_ns:
             raise MagicError(
-                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model "
-                "in this notebook; %amp alone shows the help"
+                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name "
+                "of a model in this notebook; %amp alone shows the help"
             )
         value = self.shell.user_ns[first]
         for part in rest:
@@ -241,15 +273,6 @@ class AmpMagics(Magics):
 def register(shell: Any) -> None:
     """Bring the magic to `shell`."""
     shell.register_magics(AmpMagics)
-
-
-def unregister(shell: Any) -> None:
-    """Take the magic away from `shell` and close the session it made."""
-    magics = shell.magics_manager.registry.pop("AmpMagics", None)
-    for kind in ("line", "cell"):
-        shell.magics_manager.magics[kind].pop("amp", None)
-    if magics is not None:
-        magics.close()
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -304,13 +327,6 @@ def _parse(name: str, text: str) -> Any:
         raise MagicError(
             f"%amp set {name}: got {text!r}, expected a number such as 0.5, 100 or 2**16, or on, off, none"
         ) from None
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE: {error}") from None
 
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}

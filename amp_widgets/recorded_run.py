@@ -46,7 +46,7 @@ class RecordedRun(Run, Exports):
 
 
 def open_run(path: str | os.PathLike[str]) -> RecordedRun:
-    """A run file, also one that is being written.
+    """The run in the file at `path`, also one that is being written.
 
     Raises
     ------

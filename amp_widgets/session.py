@@ -15,22 +15,29 @@ import torch
 from torch import nn
 
 from amp_widgets import kernel
+from amp_widgets.analysis.training_state import Stateful
 from amp_widgets.background_run import BackgroundRun
 from amp_widgets.cell_steps import cell_steps
 from amp_widgets.core.history import DEFAULT_CAPACITY
 from amp_widgets.core.run_state import RunState
 from amp_widgets.errors import MissingExtraError
+from amp_widgets.export.exports import Exports
+from amp_widgets.export.sink import Sink
+from amp_widgets.forks import Forks
 from amp_widgets.on_demand import OnDemand
-from amp_widgets.run_recording import RunRecording
+from amp_widgets.recording.branch import Branch
+from amp_widgets.run_recording import RunRecording, facts_of_loop
+from amp_widgets.run_sinks import RunSinks
 from amp_widgets.session_analyses import SessionAnalyses
 from amp_widgets.session_state import dashboard_state
+from amp_widgets.snapshots import Snapshots
 from amp_widgets.widgets.state import DashboardState
 
 if TYPE_CHECKING:
     from amp_widgets.widgets.dashboard import Dashboard
 
 
-class AmpSession(SessionAnalyses):
+class AmpSession(SessionAnalyses, Exports):
     """Mixed precision and activation checkpointing of a model, as switches that work while it trains.
 
     Parameters
@@ -48,6 +55,8 @@ class AmpSession(SessionAnalyses):
         Steps kept at full resolution; from then on the older half is thinned. Events are never dropped.
     record
         Write the run to this new file as it happens: see `record`.
+    snapshot_every, snapshots_to
+        Keep a snapshot every so many steps, to be able to `fork`; see `keep_snapshots`. 0 keeps none.
 
     Raises
     ------
@@ -55,6 +64,8 @@ class AmpSession(SessionAnalyses):
         When the model has no parameters, or an optimizer has none of the model's.
     RecordingError
         When the file exists, or cannot be made.
+    SnapshotError
+        When the folder for snapshots cannot be made, or has snapshots of another session.
 
     Examples
     --------
@@ -83,6 +94,8 @@ class AmpSession(SessionAnalyses):
         reset_peak: bool = True,
         history_capacity: int = DEFAULT_CAPACITY,
         record: str | os.PathLike[str] | None = None,
+        snapshot_every: int = 0,
+        snapshots_to: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             model, _as_tuple(optimizer), memory_every=memory_every, reset_peak=reset_peak, history_capacity=history_capacity
@@ -92,14 +105,19 @@ class AmpSession(SessionAnalyses):
         self._background = BackgroundRun()
         self._on_demand = OnDemand(self._background)
         self._recording = RunRecording()
+        self._sinks = RunSinks()
+        self._forks = Forks(self._background, self._on_demand, self._recording)
         self._last_scale = math.inf
+        self.remarks.append(self._forks.remark)
         _sessions.append(weakref.ref(self))
-        if record is not None:
-            try:
+        try:
+            if record is not None:
                 self.record(record)
-            except BaseException:
-                self.close()
-                raise
+            if snapshot_every or snapshots_to is not None:
+                self.keep_snapshots(every=snapshot_every, folder=snapshots_to)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- the loop in a cell -----------------------------------------------------------------------------------------
 
@@ -118,7 +136,7 @@ class AmpSession(SessionAnalyses):
         RunError
             When a background run is alive, or when `batches` can be gone through only once and `epochs` is above 1.
         """
-        return cell_steps(self, self._background, self._on_demand, batches, epochs)
+        return cell_steps(self, self._background, self._on_demand, self._forks, batches, epochs)
 
     @property
     def last_step_skipped(self) -> bool:
@@ -165,7 +183,8 @@ class AmpSession(SessionAnalyses):
         self._background.check_fit(self)
         self._on_demand.refuse_beside("fit")
         on_boundary = functools.partial(self._on_demand.look_for_change, self)
-        self._background.prepare(self, batches, loss_fn, epochs, on_boundary=on_boundary)
+        before_batch = functools.partial(self._forks.before_batch, self)
+        self._background.prepare(self, batches, loss_fn, epochs, on_boundary=on_boundary, before_batch=before_batch)
         if start:
             self.start()
 
@@ -194,7 +213,7 @@ class AmpSession(SessionAnalyses):
         self._background.reset(self)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the run to end; raise what the training raised. Returns whether it has ended.
+        """Wait for the run to end, at most `timeout_s`; raise what the training raised. Returns whether it has ended.
 
         Widgets go on working meanwhile. An interrupt stops the run.
         """
@@ -232,14 +251,136 @@ class AmpSession(SessionAnalyses):
         """Write what is left, and let go of the file."""
         self._recording.end()
 
+    def log_to(self, sink: Sink) -> None:
+        """Log the run to another tool too, what it has so far and what comes; until `stop_logging` or `close`.
+
+        Training never waits for it, and goes on whatever happens to it; the dashboard says when nothing can be logged.
+
+        Parameters
+        ----------
+        sink
+            Such as ``amp_widgets.export.tensorboard_sink.TensorBoardSink("runs/a")`` or
+            ``amp_widgets.export.trackio_sink.TrackioSink("project")``; there may be any number of them. `close` closes it.
+
+        Raises
+        ------
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("log_to")
+        self._sinks.add(sink, self, facts_of_loop(self, model=self.model_type))
+
+    def stop_logging(self) -> None:
+        """Log what is left, and close what `log_to` was given."""
+        self._sinks.end()
+
     @property
     def recorded_to(self) -> Path | None:
         """The file that the run is being written to, or None."""
         return self._recording.path
 
     def note(self, text: str) -> None:
-        """Put a note of yours among the events, at the present step."""
+        """Put a text of yours among the events, as a note, at the present step."""
         self.record_event("note", text, source="user")
+
+    # ---- back to an earlier step ------------------------------------------------------------------------------------
+
+    def keep_snapshots(
+        self,
+        *,
+        every: int,
+        folder: str | os.PathLike[str] | None = None,
+        keep: int | None = None,
+        also: Sequence[Stateful] | None = None,
+    ) -> None:
+        """Keep what training has come to every so many steps, so that the run can `fork`; also while it goes on.
+
+        A snapshot is as large as the weights, the buffers and the optimizers' state; training waits while it is copied to the
+        CPU, and written. An event says how large the first was, and how long it took; see also `snapshots`. Where one cannot
+        be kept, as on a full disk, the dashboard says so and training goes on.
+
+        Parameters
+        ----------
+        every
+            Steps from one to the next; 0 takes no more.
+        folder
+            Write them to files in this folder, which may be a new one; see `amp_widgets.snapshots` for what is in them. None
+            keeps them in the CPU's memory until `close`.
+        keep
+            At most so many, 5 where nothing was said: the first, the newest, and ever fewer of old ones.
+        also
+            What has a state of its own that belongs to the training: learning-rate schedulers, an average of the weights. A
+            scheduler that is not named stays where it is in a fork; the optimizer has the rate of then again.
+
+        Raises
+        ------
+        SettingsError
+            When a number is none of steps.
+        SnapshotError
+            When the folder cannot be made, or has snapshots of another session.
+        SessionClosedError
+            After `close`.
+        """
+        self._check_open("keep_snapshots")
+        self._forks.keep(self, every=every, folder=folder, keep=keep, also=also)
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """Those that are kept: ``steps``, ``bytes``, ``took_s``; None before `keep_snapshots`."""
+        return self._forks.snapshots
+
+    def fork(self, *, at_step: int, **changes: Any) -> Branch:
+        """Go back to an earlier step, and on from there with other settings. Without any, all comes out as it did, bit by bit.
+
+        Weights, buffers, optimizers, scaler, settings, random states and the place in the data are as they were after `at_step`
+        steps: from the snapshot before, and by training the steps from there once more. What was changed after that step is not
+        repeated; what is scheduled for later steps still is. A background run that is alive goes on from there; one that is not
+        is ready for `start`. Where a loop over `steps` trains the model, run its cell again with the same data: it goes on at the
+        same place. Any other loop of your own finds the state of then, and begins its data itself.
+
+        The course so far is kept in `branches`, and `history` starts anew from what both have in common. A recording goes on in
+        a new file beside the one so far: ``run.fork-1.db``.
+
+        What is not come back to: attributes of modules that are no tensors, generators that only your code knows, and the random
+        numbers of a DataLoader's persistent workers after the first epoch. Where steps are trained once more and come out
+        otherwise, an event says so.
+
+        Parameters
+        ----------
+        at_step
+            The first step that is trained anew; steps count from 0.
+        **changes
+            As in `request`, in force from that step on.
+
+        Returns
+        -------
+        Branch
+            The course that was left, for ``aw.compare_runs(branch, session)``.
+
+        Raises
+        ------
+        ForkError
+            When nothing leads to that step, or the data cannot be gone through again; the run is as it was.
+        SnapshotError
+            When the snapshot is damaged, or does not fit the model any more.
+        SettingsError
+            When the changes cannot be met at that step.
+        RunError
+            While your own loop trains the model, or it is being analysed.
+        SessionClosedError
+            After `close`.
+        """
+        return self._forks.fork(self, at_step, changes, model_type=self.model_type)
+
+    @property
+    def branches(self) -> list[Branch]:
+        """The courses that `fork` has left, the newest last; what you take out of the list is let go."""
+        return self._forks.branches
+
+    @property
+    def name(self) -> str | None:
+        """What the present course is called: ``"fork-1"`` after the first fork; None before."""
+        return self._forks.course
 
     # ---- the dashboard ----------------------------------------------------------------------------------------------
 
@@ -262,7 +403,8 @@ class AmpSession(SessionAnalyses):
     def dashboard_state(self) -> DashboardState:
         """Everything that a view shows, as one snapshot; never waits for the device."""
         self._on_demand.do_left_jobs(self)
-        return dashboard_state(self, self._background, self._on_demand, recording_notice=self._recording.notice)
+        notice = " ".join(filter(None, (self._recording.notice, self._sinks.notice))) or None
+        return dashboard_state(self, self._background, self._on_demand, recording_notice=notice)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -271,9 +413,11 @@ class AmpSession(SessionAnalyses):
         self._on_demand.comparisons.cancel()
         self._background.close()
         self._on_demand.inspections.forget_model()
+        self._forks.close()
         super().close()
         self._on_demand.do_jobs()  # to no effect but that they say so
         self._recording.end()
+        self._sinks.end()
         self._last_scale = self.scaler.get_scale()
 
     def __enter__(self) -> AmpSession:

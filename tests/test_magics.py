@@ -112,7 +112,7 @@ def test_a_demo(shell: Any) -> None:
     [
         ("demo mnist", DemoError, "expected one of"),
         ("demo digits text", MagicError, "got 2 names"),
-        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'record', 'note', 'close', or the name of a model"),
+        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name of a model"),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
         ("net optim more", MagicError, "expected one of these"),

@@ -36,9 +36,3 @@ def plotly_asset() -> PlotlyAsset:
 
 _asset: PlotlyAsset | None = None
 _lock = threading.Lock()
-
-
-def page_script(name: str) -> str:
-    """The JavaScript of a chart, after what all of them share."""
-    here = pathlib.Path(__file__).parent
-    return "".join((here / f"{part}.js").read_text(encoding="utf-8") for part in ("plotly_page", name))

@@ -87,7 +87,7 @@ class FigurePage {
     layout.modebar.remove = [...new Set([...(layout.modebar.remove ?? []), UPLOAD])];
     if (this.shown !== figure) this.revision = (this.revision ?? 0) + 1;
     this.shown = figure;
-    layout.uirevision = `figure ${this.revision}`;
+    layout.uirevision ??= `figure ${this.revision}`; // a figure that is renewed by itself says where a zoom is to stay
     this.described = { height: layout.height, top: layout.margin?.t ?? 0, notes: structuredClone(layout.annotations ?? []) };
     layout.margin = { ...layout.margin, autoexpand: false }; // the room that Plotly makes for a legend, it does not take back
     this.makeRoom(layout, this.legendPx ?? LEGEND_PX);
@@ -118,7 +118,7 @@ class FigurePage {
     try {
       const { legend, height } = this.plot._fullLayout;
       const above = legend?.orientation === "h" && legend.yanchor === "bottom" && legend.y === 1;
-      const legendPx = above ? (this.plot.querySelector(".legend")?.getBBox().height ?? 0) : 0;
+      const legendPx = above ? (this.plot.querySelector(".infolayer .legend")?.getBBox().height ?? 0) : 0;
       if (above && Math.abs(legendPx - (this.legendPx ?? LEGEND_PX)) > 2) {
         this.legendPx = legendPx;
         const room = { height, margin: {} };

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.asset import PlotlyAsset, page_script, plotly_asset
+from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
 from amp_widgets.charts.look import Theme
+from amp_widgets.charts.page_scripts import page_script
+from amp_widgets.charts.two_themes import two_themes
 
 try:
     import anywidget
@@ -54,9 +55,7 @@ class FigureView(anywidget.AnyWidget):
         label
             The same in words.
         """
-        light, dark = (json.loads(draw(theme).to_json()) for theme in ("light", "dark"))
-        changes = [[list(path), value] for path, value in _differences(light, dark)]
-        self._put({"data": light["data"], "layout": light["layout"], "dark": changes}, label)
+        self._put(two_themes(draw), label)
 
     def clear(self, note: str) -> None:
         """Show `note` and no figure."""
@@ -75,15 +74,3 @@ class FigureView(anywidget.AnyWidget):
     def _put(self, figure: Mapping[str, Any], label: str) -> None:
         with self.hold_sync():
             self.figure, self.label = dict(figure), label
-
-
-def _differences(one: Any, other: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Where `other`, of plain JSON, differs from `one`, and what it has there."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        for key in one:
-            yield from _differences(one[key], other[key], (*path, key))
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for i, (here, there) in enumerate(zip(one, other, strict=True)):
-            yield from _differences(here, there, (*path, i))
-    elif one != other:
-        yield path, other

@@ -13,7 +13,7 @@ from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.decimate import Points
 from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text, short_event_label
 from amp_widgets.charts.look import Theme
-from amp_widgets.charts.series import NAN, POSITIVE_INFINITY, lone, series_of, thinned
+from amp_widgets.charts.series import NAN, POSITIVE_INFINITY, lone, series_of, thinned, thinned_to_extremes
 
 try:
     import plotly.graph_objects as go
@@ -31,6 +31,7 @@ def training_figure(
     memory_source: str,
     theme: Theme = "light",
     limit: int | None = None,
+    keep_scale: bool = False,
 ) -> go.Figure:
     """Loss, loss scale and memory over steps, and every applied change as a labelled line through all three.
 
@@ -47,6 +48,8 @@ def training_figure(
         ``"light"`` or ``"dark"``.
     limit
         Points a line is reduced to, with its extremes kept; None draws all.
+    keep_scale
+        Whether the limit is not for changes of the scale and skipped steps, so that none is left out.
 
     Returns
     -------
@@ -57,7 +60,7 @@ def training_figure(
     skipped_steps = np.array(sorted({event.step for event in events if event.kind == "skipped"}), dtype=np.float64)
     series = series_of(columns, skipped_steps=skipped_steps)
     if limit is not None:
-        series = thinned(series, limit)
+        series = thinned_to_extremes(series, limit) if keep_scale else thinned(series, limit)
     colours = look.COLOURS[theme]
     layout = look.layout(colours, memory_source)
     _show_axes(layout, series)

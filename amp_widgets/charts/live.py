@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from amp_widgets.charts import flags, look
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.asset import PlotlyAsset, page_script, plotly_asset
+from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
 from amp_widgets.charts.decimate import Points
 from amp_widgets.charts.figures import training_figure
 from amp_widgets.charts.labels import EventLike
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.pace import Pace
 from amp_widgets.charts.page_data import OVERVIEW_POINTS, PageData
+from amp_widgets.charts.page_scripts import page_script
 from amp_widgets.charts.series import COLUMNS, SERIES, series_of, thinned
 from amp_widgets.errors import SessionClosedError
 

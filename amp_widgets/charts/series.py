@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from amp_widgets.charts.decimate import Points, decimated, level_parts_removed
+from amp_widgets.charts.decimate import Points, decimated, evened, level_parts_removed
 
 COLUMNS = ("step", "loss", "scale", "skipped", "allocated_bytes", "peak_bytes", "reserved_bytes")
 """The columns that are drawn."""
@@ -47,24 +47,39 @@ def series_of(
     step = np.asarray(columns["step"], dtype=np.float64)
     unknown = np.full(step.shape, np.nan)
     raw = {name: np.asarray(columns.get(name, unknown), dtype=np.float64) for name in COLUMNS[1:]}
-    finite_loss = np.where(np.isfinite(raw["loss"]), np.clip(raw["loss"], -LARGEST_DRAWN, LARGEST_DRAWN), np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
         log2_scale = np.log2(raw["scale"])
     log2_scale[~np.isfinite(log2_scale)] = np.nan
     return {
-        "loss": (step, finite_loss),
+        "loss": (step, drawable(raw["loss"])),
         "not_finite": _not_finite(step, raw["loss"], loss_known),
         "scale": (step, log2_scale),
         "skipped": _skipped(step, raw["skipped"] == 1, skipped_steps, log2_scale, last_log2_scale),
-        "allocated": (step, raw["allocated_bytes"]),
-        "peak": (step, raw["peak_bytes"]),
-        "reserved": (step, raw["reserved_bytes"]),
+        "allocated": (step, drawable(raw["allocated_bytes"])),
+        "peak": (step, drawable(raw["peak_bytes"])),
+        "reserved": (step, drawable(raw["reserved_bytes"])),
     }
+
+
+def drawable(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The numbers that have a place on an axis: what is not finite is a gap."""
+    return np.where(np.isfinite(values), np.clip(values, -LARGEST_DRAWN, LARGEST_DRAWN), np.nan)
 
 
 def thinned(series: Mapping[str, Points], limit: int) -> dict[str, Points]:
     """Every series with about `limit` points at most, see :mod:`amp_widgets.charts.decimate`."""
     return {name: decimated(*essential(name, points), limit) for name, points in series.items()}
+
+
+def thinned_to_extremes(series: Mapping[str, Points], limit: int) -> dict[str, Points]:
+    """Every series with its lowest and its highest points, about `limit` at most: but the scale and skipped steps are all there.
+
+    Of numpy alone, see :func:`amp_widgets.charts.decimate.evened`.
+    """
+    return {
+        name: essential(name, points) if name in ("scale", "skipped") else evened(*points, limit)
+        for name, points in series.items()
+    }
 
 
 def essential(name: str, points: Points) -> Points:

@@ -20,7 +20,7 @@ from amp_widgets.charts.labels import EventLike, event_label, short_event_label,
 from amp_widgets.charts.look import COLOURS, PLOTS
 from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike, memory_text, peak_of
 from amp_widgets.charts.phases import WIDTH, Positions, aligned
-from amp_widgets.charts.series import essential, series_of
+from amp_widgets.charts.series import drawable, essential, series_of
 
 WIDTH_PX = 900
 LEFT_PX, RIGHT_PX = 66, 20
@@ -73,7 +73,7 @@ def training_svg(
     if not np.any(series["scale"][1]):  # 2^0 throughout, or unknown: the plot says so in words
         series["scale"] = step[:0], step[:0]
     step_s = np.asarray(columns.get("step_s", np.full(step.shape, np.nan)), dtype=np.float64)
-    series["step_s"] = step, np.where(np.isfinite(step_s), step_s, np.nan)
+    series["step_s"] = step, drawable(step_s)
 
     ends = [*step[[0, -1]].tolist(), *(float(event.step) for event in events)]
     first, last = min(ends), max(ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,11 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from amp_widgets.core.gradient_counts import GradientCounts
 from amp_widgets.core.history import COLUMNS, DEFAULT_CAPACITY, Event, History
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import FIELD_NAMES, Settings
 from amp_widgets.errors import RecordingError, SettingsError
 from amp_widgets.recording import schema
+from amp_widgets.recording.gradient_rows import from_row
+from amp_widgets.recording.recorded_gradients import RecordedGradients
+from amp_widgets.recording.settings_course import WrittenSettings, settings_in_force
 from amp_widgets.recording.step_profiles import profile_from_json
 
 
@@ -39,7 +44,7 @@ class RecordedLayer:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """A run file, also one that is being written.
+    """The run in the file at `path`, also one that is being written.
 
     Raises
     ------
@@ -68,6 +73,8 @@ class Run:
         self._connection: sqlite3.Connection | None = _connect(self.path)
         self._rows = 0
         self._events = 0
+        self._profiles: tuple[StepProfile, ...] = ()
+        self._gradients = RecordedGradients((), self._read_gradients)
         try:
             with self._reading() as connection:
                 self.facts: Mapping[str, Any] = MappingProxyType(_facts(connection))
@@ -93,21 +100,24 @@ class Run:
         RecordingError
             When what was applied cannot have been in force.
         """
-        until = math.inf if step is None else step
+        try:
+            return settings_in_force(self.settings_written, self.history.events_since(0)[0], step)
+        except SettingsError as error:
+            raise RecordingError(f"{self.path}: {error}; the file is damaged") from None
+
+    @property
+    def settings_written(self) -> tuple[WrittenSettings, ...]:
+        """What the file has of settings, as it was written."""
         with self._reading() as connection:
             rows = connection.execute("SELECT after_events, step, content FROM settings ORDER BY rowid").fetchall()
-        seen, settings = 0, Settings()
-        for after_events, at_step, content in rows:
-            if _number(at_step, "settings") <= until:
-                seen, settings = int(_number(after_events, "settings")), _settings(_json(content, "settings"))
-        for event in self.history.events_since(seen)[0]:
-            if event.kind == "applied" and event.step <= until:
-                changes = {name: value for name, value in event.detail.items() if name in FIELD_NAMES}
-                try:
-                    settings = settings.replace(**changes)
-                except SettingsError as error:
-                    raise RecordingError(f"{self.path}: a change at step {event.step}: {error}; the file is damaged") from None
-        return settings
+        return tuple(
+            WrittenSettings(
+                after_events=int(_number(after_events, "settings")),
+                step=int(_number(step, "settings")),
+                settings=_settings(_json(content, "settings")),
+            )
+            for after_events, step, content in rows
+        )
 
     @property
     def events(self) -> list[Event]:
@@ -133,10 +143,35 @@ class Run:
 
     @property
     def profiles(self) -> tuple[StepProfile, ...]:
-        """Of the steps that were profiled, all of them, the newest last."""
+        """Of the steps that were profiled, all of them, the newest last; the same objects every time."""
         with self._reading() as connection:
-            rows = connection.execute("SELECT content FROM profiles ORDER BY id").fetchall()
-        return tuple(profile_from_json(_json(content, "profiles")) for (content,) in rows)
+            query = "SELECT content FROM profiles ORDER BY id LIMIT -1 OFFSET ?"
+            rows = connection.execute(query, (len(self._profiles),)).fetchall()
+            if rows:
+                self._profiles += tuple(profile_from_json(_json(content, "profiles")) for (content,) in rows)
+            return self._profiles
+
+    @property
+    def gradients(self) -> RecordedGradients:
+        """How large the gradients were in the steps in which they were counted, the newest last; each is read when looked at.
+
+        See `amp_widgets.recording.schema` for what there is of which step. ``GradientRange.of(run.gradients[-1])`` of
+        `amp_widgets.analysis.gradients` says what fp16 makes of them.
+        """
+        with self._reading() as connection:
+            if _version(connection) < schema.TABLES_SINCE["gradients"]:
+                return self._gradients
+            known = len(self._gradients)
+            rows = connection.execute("SELECT step FROM gradients ORDER BY id LIMIT -1 OFFSET ?", (known,)).fetchall()
+            if rows:
+                steps = (*self._gradients.steps, *(int(_number(step, "gradients")) for (step,) in rows))
+                self._gradients = RecordedGradients(steps, functools.lru_cache(maxsize=_GRADIENTS_HELD)(self._read_gradients))
+            return self._gradients
+
+    def _read_gradients(self, number: int) -> GradientCounts:
+        query = f"SELECT {', '.join(schema.GRADIENT_COLUMNS)} FROM gradients ORDER BY id LIMIT 1 OFFSET ?"
+        with self._reading() as connection:
+            return from_row(connection.execute(query, (number,)).fetchone())
 
     def refresh(self) -> int:
         """Read what was written since; how many steps that were."""
@@ -186,6 +221,7 @@ class Run:
                 raise RecordingError(f"{self.path}: {error}; expected a run file, and this one is damaged") from error
 
 
+_GRADIENTS_HELD = 64
 _LONGEST_BYTES = 64 * 2**20
 """No value of a run is longer; one that is comes from something else."""
 
@@ -204,7 +240,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA query_only = ON")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_BYTES)
         application = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        version = _version(connection)
         if application != schema.APPLICATION_ID:
             raise RecordingError(
                 f"open_run: {path} is an SQLite database, but not of a run; expected a file that a session has recorded"
@@ -214,7 +250,7 @@ def _connect(path: Path) -> sqlite3.Connection:
                 f"open_run: {path} was recorded by a newer amp_widgets (version {version} of the format, this one reads up to "
                 f"{schema.VERSION}); update amp_widgets to read it"
             )
-        _check_tables(connection, path)
+        _check_tables(connection, path, version)
     except sqlite3.Error as error:
         connection.close()
         raise RecordingError(f"open_run: {path}: {error}; expected a file that a session has recorded") from error
@@ -222,6 +258,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _try_modes(path: Path) -> sqlite3.Connection:
@@ -244,15 +284,17 @@ def _try_modes(path: Path) -> sqlite3.Connection:
 _PATIENCE_S = 2.0
 
 
-def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+def _check_tables(connection: sqlite3.Connection, path: Path, version: int) -> None:
     """Plain tables of plain columns, so that nothing runs when they are read."""
     found = {
         name: str(sql)
         for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master")
         if kind == "table" and not str(sql).upper().startswith("CREATE VIRTUAL")
     }
-    for table in schema.TABLES:
+    for table, since in schema.TABLES_SINCE.items():
         if table not in found:
+            if version < since:
+                continue
             raise RecordingError(f"open_run: {path} has no table {table!r}; expected a file that a session has recorded")
         if any(row[6] for row in connection.execute(f"PRAGMA table_xinfo({schema.quoted(table)})")):
             raise RecordingError(f"open_run: {path}: the table {table!r} has computed columns, which no run has; it is not read")

@@ -15,6 +15,12 @@ events     one an event, in order of arrival: ``id``, ``step``, ``kind``, ``reas
 settings   ``after_events``: so many events had arrived; ``step``; ``content`` (JSON): all settings in force then
 layers     the layer table: ``position``, ``name``, ``type``, ``parameters``, ``why_not``, ``structural``
 profiles   ``id``, ``step``, ``label``, ``content`` (JSON): the memory within a step
+gradients  how large the gradients of a step were: ``id``, ``step``, ``scale``, ``layers`` (JSON, one object a row: layer,
+           family, dtype, arrivals, elements, looked_at, wide, peaks), ``notes`` (JSON), ``first`` and ``buckets``: which
+           buckets there are, ``content``: how many gradients are in each, row after row, as little-endian unsigned
+           integers of 64 bits, compressed by zlib. What the buckets are: `amp_widgets.core.gradient_probe.bucket_of`. They
+           are held to so many bytes a step (`amp_widgets.recording.gradient_rows.BYTES_A_STEP`): of some steps all layers
+           are there, of others only their sum, whose layer is "(all layers)", and where every step is counted, not of all.
 ========== ============================================================================================================
 """
 
@@ -25,7 +31,8 @@ from collections.abc import Sequence
 
 APPLICATION_ID = 0x414D5057
 """``AMPW``, by which ``file`` and this package know a run."""
-VERSION = 1
+VERSION = 2
+"""1 had no gradients."""
 BLOCK_ROWS = 4096
 
 _TABLES = (
@@ -37,6 +44,8 @@ _TABLES = (
     "CREATE TABLE layers (position INTEGER PRIMARY KEY, name TEXT NOT NULL, type TEXT NOT NULL, parameters INTEGER NOT NULL,"
     " why_not TEXT, structural INTEGER NOT NULL)",
     "CREATE TABLE profiles (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, label TEXT NOT NULL, content TEXT NOT NULL)",
+    "CREATE TABLE gradients (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, scale REAL NOT NULL, layers TEXT NOT NULL,"
+    " notes TEXT NOT NULL, first INTEGER NOT NULL, buckets INTEGER NOT NULL, content BLOB NOT NULL)",
 )
 
 
@@ -62,7 +71,13 @@ def create(connection: sqlite3.Connection, columns: Sequence[str]) -> None:
     connection.execute("COMMIT")
 
 
-TABLES = ("facts", "steps", "blocks", "events", "settings", "layers", "profiles")
+TABLES_SINCE = {
+    "facts": 1, "steps": 1, "blocks": 1, "events": 1, "settings": 1, "layers": 1, "profiles": 1, "gradients": 2,
+}  # fmt: skip
+"""Table → the first version that has it."""
+
+
+GRADIENT_COLUMNS = ("step", "scale", "layers", "notes", "first", "buckets", "content")
 
 
 def quoted(name: str) -> str:

@@ -41,6 +41,7 @@ class Control(anywidget.AnyWidget):
     _css = page_style()
 
     locked = traitlets.Bool(False, help="Nothing can be asked for any more.").tag(sync=True)
+    why_locked = traitlets.Unicode("the session is closed").tag(sync=True)
 
     def __init__(self, request: Callable[..., None], state: DashboardState | None = None) -> None:
         self._request = request
@@ -51,9 +52,9 @@ class Control(anywidget.AnyWidget):
         """Show this state: one message with what differs from what is shown, none when nothing does."""
         self._put(self._traits_for(state))
 
-    def lock(self) -> None:
-        """Show that there is nothing left to control."""
-        self._put({"locked": True})
+    def lock(self, why: str = "the session is closed") -> None:
+        """Show that there is nothing left to control, and why not."""
+        self._put({"locked": True, "why_locked": why})
 
     def close(self) -> None:
         """Close the control and its layout, and forget whom it asks."""

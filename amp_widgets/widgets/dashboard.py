@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, get_args
 
 import ipywidgets
@@ -19,19 +19,20 @@ from amp_widgets.core.run_state import ALIVE
 from amp_widgets.errors import AmpWidgetsError, RunError
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
+from amp_widgets.widgets.dashboard_box import DashboardBox
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState, rounded_down
 from amp_widgets.widgets.panels import Panels, Tab
+from amp_widgets.widgets.record_control import RecordControl, RecordState
+from amp_widgets.widgets.refresher import PULL_S, Refresher
 from amp_widgets.widgets.run_control import Command, RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.state import Controlled, DashboardState, only_numbers_differ, same_state
 from amp_widgets.widgets.status_line import StatusLine
-from amp_widgets.widgets.still import NOT_SHOWN, Still
+from amp_widgets.widgets.still import Still
 from amp_widgets.widgets.text import in_force_text, not_done_text
 
-PULL_S = 0.1
-"""Seconds between two looks at a session in which something moves."""
 NUMBERS_S = 0.25
 """Seconds between two refreshes of the status line's numbers: more often they cannot be read."""
 IDLE_S = 0.5
@@ -58,7 +59,7 @@ class Chart(Protocol):
         """Free it."""
 
 
-class Dashboard(ipywidgets.Box):
+class Dashboard(DashboardBox):
     """A view of a session, and its switches. Any number of them may show one session.
 
     The dashboard pulls: a thread of its own looks at the session ten times a second at most and sends what has changed.
@@ -94,7 +95,7 @@ class Dashboard(ipywidgets.Box):
         self._pressed: tuple[Command, float] | None = None  # the last one that was carried out
         self._stepped_s = -math.inf  # when a loop of the user's own was last seen to go on
         self._watched = True
-        self._moved_s = self._numbers_s = clock()
+        self._moved_s = self._numbers_s = self._measured_s = clock()
         self._told_error: tuple[str, str] | None = None  # of a step that ran out of memory: the error, and what is shown of it
         self._shown = self._seen = self._without_traceback(source.dashboard_state())
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
@@ -106,7 +107,9 @@ class Dashboard(ipywidgets.Box):
             ScalerControl(self._request, self._shown),
             LayersControl(self._request, self._shown),
         )
-        column = ipywidgets.VBox(self._controls, _dom_classes=("ampw-controls",))
+        self._recording = RecordState().after(source.recorded_to)
+        self._recorder = RecordControl(self._record_command, self._recording)
+        column = ipywidgets.VBox((*self._controls, self._recorder), _dom_classes=("ampw-controls",))
         add_class = getattr(self._chart, "add_class", None)
         if add_class is not None:
             add_class("ampw-chart")
@@ -145,17 +148,6 @@ class Dashboard(ipywidgets.Box):
         """Whether the dashboard has let go of its session."""
         return self._source is None
 
-    def widgets(self) -> Iterator[ipywidgets.Widget]:
-        """Every widget that the dashboard is made of, itself and the layouts included."""
-        waiting: list[Any] = [self]
-        while waiting:
-            widget = waiting.pop()
-            yield widget
-            waiting.extend(getattr(widget, "children", ()))
-            layout = getattr(widget, "layout", None)
-            if isinstance(layout, ipywidgets.Widget):
-                yield layout
-
     def close(self) -> None:
         """Take the dashboard off the page and free it; the session goes on."""
         if "_refresher" not in self.__dict__:  # it was never finished, or is closed
@@ -175,12 +167,6 @@ class Dashboard(ipywidgets.Box):
     def __repr__(self) -> str:
         state = self._shown
         return f"<amp_widgets dashboard: step {state.step}, {in_force_text(state)}>"
-
-    def _repr_mimebundle_(self, **_kwargs: Any) -> dict[str, Any]:
-        return {
-            "text/plain": NOT_SHOWN,
-            "application/vnd.jupyter.widget-view+json": {"version_major": 2, "version_minor": 0, "model_id": self._model_id},
-        }
 
     def _ipython_display_(self, **_kwargs: Any) -> None:
         with self._lock:
@@ -212,6 +198,7 @@ class Dashboard(ipywidgets.Box):
         moved = self._pull_memory(state, trains=trains, everything=closed) if self._watched or closed else False
         if self._watched or closed:
             self._pull_panels(trains=trains, everything=closed)
+        self._pull_recording()
         self._let_complaint_go(state, now_s)
         if self._complaint is not None and self._rejected:
             state = dataclasses.replace(state, last_rejection=self._complaint)
@@ -295,6 +282,17 @@ class Dashboard(ipywidgets.Box):
             self._complain(f"The memory within a step cannot be shown: {type(error).__name__}: {error}")
         return True
 
+    def _pull_recording(self) -> None:
+        """Show where the run is recorded to, if anywhere; the size of the file as often as the numbers."""
+        if self._source is None or not self._watched:
+            return
+        path, now_s = self._source.recorded_to, self._clock()
+        if path == self._recording.path and now_s - self._measured_s < NUMBERS_S:
+            return
+        self._measured_s = now_s
+        self._recording = self._recording.after(path)
+        self._recorder.show(self._recording)
+
     def _pull_panels(self, *, trains: bool, everything: bool) -> None:
         if self._source is None:
             return
@@ -344,7 +342,9 @@ class Dashboard(ipywidgets.Box):
         self._pull_chart(at_once=True)
         self._source = None
         self._status.show_closed()
-        for part in self._renderers:
+        self._recording = self._recording.after(None)
+        self._recorder.show(self._recording)
+        for part in (*self._renderers, self._recorder):
             part.lock()
 
     # ---- from the page to the session -------------------------------------------------------------------------------
@@ -354,6 +354,12 @@ class Dashboard(ipywidgets.Box):
 
     def _command(self, command: Command) -> None:
         self._carry_out(lambda source: self._press(source, command))
+
+    def _record_command(self, name: str, /, **values: Any) -> None:
+        if name == "record":
+            self._carry_out(lambda source: source.record(values["path"]), "record")
+        else:
+            self._carry_out(lambda source: source.stop_recording(), "record")
 
     def _memory_command(self, name: str, /, **values: Any) -> None:
         if name == "profile":
@@ -431,51 +437,3 @@ _KINDS: Mapping[str, InspectionKind] = {kind: kind for kind in get_args(Inspecti
 def _tells_of_memory(error: str) -> bool:
     """Whether the last lines of a traceback end with an error of memory that ran out."""
     return any("memory" in line.lower() for line in error.splitlines() if line[:1].strip())
-
-
-class Refresher:
-    """A thread that calls a function again and again, after the time that it returned, until it returns None.
-
-    Parameters
-    ----------
-    tick
-        A weak reference to it: when it is gone, the thread ends.
-    """
-
-    def __init__(self, tick: weakref.WeakMethod[Callable[[], float | None]]) -> None:
-        self._tick = tick
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="amp_widgets dashboard", daemon=True)
-
-    def start(self) -> None:
-        """Start calling."""
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Call soon, if the next call is further off than `PULL_S`."""
-        self._wake.set()
-
-    def stop(self) -> None:
-        """Call no more; a call in progress ends by itself."""
-        self._stop.set()
-        self._wake.set()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        delay_s: float | None = PULL_S
-        while delay_s is not None:
-            if delay_s > PULL_S:
-                self._wake.wait(delay_s - PULL_S)
-            self._wake.clear()
-            if self._stop.wait(PULL_S):
-                return
-            tick = self._tick()
-            if tick is None:
-                return
-            delay_s = tick()
-            del tick  # while it waits, the thread keeps nothing alive

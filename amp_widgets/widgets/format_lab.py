@@ -116,6 +116,8 @@ class FormatLab(Control):
 
         Parameters
         ----------
+        state
+            A number and how it is looked at.
         problems
             Field → what is wrong with what was typed into it.
         """

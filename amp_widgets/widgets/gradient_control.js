@@ -47,12 +47,13 @@ export default {
       h("div", { class: "ampw-what-if" }, h("label", { for: sliderId }, "What if the loss scale were"), readout, slider),
       sentence, details, h("div", { class: "ampw-choices" }, use, suggest, usable));
     const trouble = h("div", { class: "ampw-trouble", hidden: true });
+    const example = h("p", { class: "ampw-sentence ampw-explained" }, model.get("example"));
+    const often = h("span", { class: "ampw-tick" }, every, everyLabel);
+    const why = h("details", { class: "ampw-explained" }, h("summary", {}, "Why steps are skipped"), ...model.get("skips_explained").map((text) => h("p", {}, text)));
+    for (const one of [example, sample, often, use, usable, why]) one.classList.toggle("ampw-not-recorded", model.get("recorded"));
     body.append(
       h("p", { class: "ampw-sentence ampw-explained" }, model.get("explanation")),
-      h("p", { class: "ampw-sentence ampw-explained" }, model.get("example")),
-      h("div", { class: "ampw-choices" }, sample, h("span", { class: "ampw-tick" }, every, everyLabel), whyNot, measured),
-      h("details", { class: "ampw-explained" }, h("summary", {}, "Why steps are skipped"), ...model.get("skips_explained").map((text) => h("p", {}, text))),
-      trouble, whatIf);
+      example, h("div", { class: "ampw-choices" }, sample, often, whyNot, measured), why, trouble, whatIf);
 
     const drawUse = (exponent) => {
       const same = model.get("requested") === exponent;

@@ -58,6 +58,7 @@ class GradientControl(Control):
     explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
     example = traitlets.Unicode(EXAMPLE).tag(sync=True)
     skips_explained: traitlets.List[Any] = traitlets.List([SKIPS_EXPLAINED, SKIPS_EXAMPLE]).tag(sync=True)
+    recorded = traitlets.Bool(False, help="Of a run that was recorded: nothing can be sampled or used.").tag(sync=True)
     sampled = traitlets.Bool(False, help="Whether there is a step to be shown.").tag(sync=True)
     exponent = traitlets.Int(0, help="The scale that is shown, as a power of two.").tag(sync=True)
     measured = traitlets.Unicode(help="The scale that the sampled step had.").tag(sync=True)
@@ -75,8 +76,9 @@ class GradientControl(Control):
     skips: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
     diagnoses: traitlets.List[Any] = traitlets.List(help="What was seen, and the likely cause.").tag(sync=True)
 
-    def __init__(self, command: GradientCommand, state: DashboardState | None = None) -> None:
+    def __init__(self, command: GradientCommand, state: DashboardState | None = None, *, recorded: bool = False) -> None:
         super().__init__(command, state)
+        self._put({"recorded": recorded})
 
     def show(self, state: GradientState) -> None:
         """Show this; nothing is sent when it is what is shown."""
@@ -163,6 +165,8 @@ class GradientControl(Control):
         return {"requested": exponent if 2.0**exponent == scale else None, "usable": usable}
 
     def _ask(self, message: Mapping[str, Any]) -> None:
+        if self.recorded and "exponent" not in message:
+            return
         match message:
             case {"sample": True}:
                 if not self.pending:

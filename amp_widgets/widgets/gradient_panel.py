@@ -16,6 +16,7 @@ from amp_widgets.widgets.gradient_state import GradientState, nearest_exponent
 from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.state import DashboardState
 
+NOTHING_RECORDED = "The gradients of no step up to here were recorded."
 NOTHING_YET = (
     "No step has been sampled yet. What is drawn then: how many gradients there are of each size, over the zones of fp16."
 )
@@ -32,6 +33,8 @@ class GradientPanel(ipywidgets.Box):
         Called for settings, as by every control: ``request(init_scale=2.0**k)``.
     state, dashboard
         What to show first.
+    recorded
+        Whether it is of a run that was recorded: nothing can be sampled.
     """
 
     def __init__(
@@ -40,7 +43,10 @@ class GradientPanel(ipywidgets.Box):
         request: Callable[..., None],
         state: GradientState | None = None,
         dashboard: DashboardState | None = None,
+        *,
+        recorded: bool = False,
     ) -> None:
+        self._nothing_yet = NOTHING_RECORDED if recorded else NOTHING_YET
         self._command: Callable[..., None] = command
         self._request = request
         self._range: GradientRange | None = None
@@ -48,8 +54,8 @@ class GradientPanel(ipywidgets.Box):
         self._chosen: int | None = None  # by the user, on the slider; else the scale that the step had
         self._drawn: tuple[Any, ...] | None = None
         self._drawing = threading.Lock()
-        self._control = GradientControl(self._asked, dashboard)
-        self._figure = FigureView(note=NOTHING_YET)
+        self._control = GradientControl(self._asked, dashboard, recorded=recorded)
+        self._figure = FigureView(note=self._nothing_yet)
         self._table = GradientTable(self._filter)
         super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-gradient-panel",))
         self.show(GradientState() if state is None else state)
@@ -103,7 +109,7 @@ class GradientPanel(ipywidgets.Box):
         matching = None if found is None else found.matching(pattern)
         self._control.show_range(found, exponent, pattern)
         if matching is None:
-            self._figure.clear(NOTHING_YET)
+            self._figure.clear(self._nothing_yet)
         elif not matching.at_stake:
             self._figure.clear(no_match_text(pattern) if pattern else "No layer to be drawn")
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkipRun, diagnose, skip_runs, summarised
-from amp_widgets.core.gradient_probe import GradientCounts
+from amp_widgets.core.gradient_counts import GradientCounts
 from amp_widgets.core.history import History
 from amp_widgets.core.numerics import Numerics
 from amp_widgets.widgets.gradient_state import GradientState
@@ -31,6 +31,7 @@ class GradientSource:
         self._ranges: list[tuple[GradientCounts, GradientRange]] = []
         self._known: tuple[Any, ...] | None = None  # what skips and diagnoses were made of
         self._rests_until_s = -float("inf")
+        self._history: History | None = None
         self._events = 0
         self._newest_step = -1  # of what a diagnosis may wait for the end of
         self._skips: tuple[SkipRun | RepeatedSkips, ...] = ()
@@ -63,6 +64,8 @@ class GradientSource:
 
     def _look_into_skips(self, numerics: Numerics, history: History, at_once: bool) -> None:
         notes, refused = numerics.overflow.notes, numerics.overflow.refused
+        if history is not self._history:  # another course of the run
+            self._history, self._events, self._newest_step = history, 0, -1
         new, events = history.events_since(self._events)
         last_step = history.last("step") if len(history) else -1.0
         newest = max((self._newest_step, *(event.step for event in new), *(note.step for note in refused[-1:])))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from amp_widgets.analysis.gradients import GradientRange
-from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkipRun
+
+if TYPE_CHECKING:
+    from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkipRun
 
 LARGEST_EXPONENT = 40
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import traitlets
 
-from amp_widgets.core import layers as core_layers
+from amp_widgets.core import globs
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.ticks import with_tick
@@ -59,6 +59,15 @@ class LayerTable(Control):
     Asks with ``request(checkpointed=names)``, always the whole set, as the layer tree does. The page holds only the rows that
     are in sight: a model with thousands of layers is one widget. `render` shows which layers are checkpointed, `show` the
     numbers of a step.
+
+    Parameters
+    ----------
+    request
+        Called with the layers that are to be checkpointed.
+    state, profile
+        What to show first.
+    why_no_ticks
+        Why no layer can be ticked at all; nothing where they can.
     """
 
     _esm = page_script("layer_table", "virtual_table")
@@ -80,7 +89,10 @@ class LayerTable(Control):
         request: Callable[..., None],
         state: DashboardState | None = None,
         profile: Sequence[LayerProfileLike] = (),
+        *,
+        why_no_ticks: str = "",
     ) -> None:
+        self._why_no_ticks = why_no_ticks
         self._profile: tuple[LayerProfileLike, ...] = ()
         self._state: DashboardState | None = None
         self._why_not: dict[str, str] = {}
@@ -138,7 +150,7 @@ class LayerTable(Control):
         if "filter" in message:
             pattern = str(message["filter"]).strip()
             self._put({"pattern": pattern, "matching": self._matching(pattern)})
-        elif "layer" in message and self._state is not None:
+        elif "layer" in message and self._state is not None and not self._why_no_ticks:
             before = tuple(self._state.requested("checkpointed"))
             names = with_tick(before, str(message["layer"]), bool(message["on"]), self._order)
             if names != before:
@@ -146,7 +158,10 @@ class LayerTable(Control):
 
     def _all_rows(self) -> list[list[Any]]:
         why_not, died_in = self._why_not, self._died_in
-        return [_row(one, THE_MODEL if one.whole else why_not.get(one.name, NOT_KNOWN), died_in) for one in self._profile]
+        rows = [_row(one, THE_MODEL if one.whole else why_not.get(one.name, NOT_KNOWN), died_in) for one in self._profile]
+        for row in rows:
+            row[_WHY_NOT] = self._why_no_ticks or row[_WHY_NOT]
+        return rows
 
     def _matching(self, pattern: str) -> list[int] | None:
         patterns = pattern.replace(",", " ").split()
@@ -164,14 +179,14 @@ def matches(name: str, pattern: str) -> bool:
     >>> matches("layers.3.mlp", "layers.*"), matches("layers.3.mlp", "**.mlp"), matches("layers.3.mlp", "ML")
     (False, True, True)
     """
-    if not core_layers.is_glob(pattern):
+    if not globs.is_glob(pattern):
         return pattern.lower() in name.lower()
-    return core_layers.parts_match(name.split("."), pattern.split("."))
+    return globs.parts_match(name.split("."), pattern.split("."))
 
 
 def _matches(layer: LayerProfileLike, pattern: str) -> bool:
-    if layer.whole and core_layers.is_glob(pattern):  # it has no name in itself
-        return core_layers.parts_match([], pattern.split("."))
+    if layer.whole and globs.is_glob(pattern):  # it has no name in itself
+        return globs.parts_match([], pattern.split("."))
     return matches(layer.name, pattern)
 
 
@@ -183,6 +198,10 @@ def _row(layer: LayerProfileLike, why_not: str, died_in: tuple[str, str] | None)
     numbers = (layer.parameter_bytes, held, output, forward_s, backward_s, *trade)
     known = [number if math.isfinite(number) else None for number in numbers]
     return [layer.name, layer.type, layer.dtype, layer.checkpointed, why_not, *known]
+
+
+_WHY_NOT = 4
+"""Its place in a row."""
 
 
 def _measured(layer: LayerProfileLike, died_in: tuple[str, str] | None) -> tuple[float, float, float, float]:

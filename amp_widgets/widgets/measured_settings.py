@@ -47,6 +47,7 @@ class MeasuredSettings:
     """Goes through a history as it grows; what it gives is the same object as long as nothing worth showing has changed."""
 
     def __init__(self) -> None:
+        self._history: History | None = None
         self._cursor: Cursor | None = None
         self._rows = -1
         self._groups: dict[_Key, _Group] = {}
@@ -55,6 +56,9 @@ class MeasuredSettings:
 
     def pull(self, history: History) -> tuple[Measured, ...]:
         """With each of the settings so far, in the order in which they came into force first."""
+        if history is not self._history:  # another course of the run
+            self._history, self._cursor, self._rows = history, None, -1
+            self._groups.clear()
         if history.total_rows == self._rows:
             return self._shown
         self._rows = history.total_rows

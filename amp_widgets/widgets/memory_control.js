@@ -70,6 +70,7 @@ export default {
       const waits = model.get("trains") ? "Profiling the next step …" : "The next step will be profiled when training goes on";
       setText(button.firstChild, pending ? waits : "Profile the next step");
       setOff(button, locked || pending);
+      button.hidden = model.get("recorded");
       button.setAttribute("aria-busy", String(pending));
       setText(whyNot, model.get("why_not") && `The last one was not profiled: ${model.get("why_not")}`);
       if (model.get("why_not")) button.setAttribute("aria-describedby", whyNot.id);

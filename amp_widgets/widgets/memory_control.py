@@ -44,6 +44,7 @@ class MemoryControl(Control):
     shown: traitlets.List[Any] = traitlets.List(help="The labels of what is drawn.").tag(sync=True)
     pending = traitlets.Bool(False).tag(sync=True)
     trains = traitlets.Bool(True).tag(sync=True)
+    recorded = traitlets.Bool(False, help="Of a run that was recorded: no step can be profiled.").tag(sync=True)
     why_not = traitlets.Unicode().tag(sync=True)
     sentence = traitlets.Unicode().tag(sync=True)
     details: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
@@ -52,8 +53,9 @@ class MemoryControl(Control):
     what_next = traitlets.Unicode(help="What to do now that they are asked for.").tag(sync=True)
     fitted = traitlets.Unicode(help="That steps have fitted since.").tag(sync=True)
 
-    def __init__(self, command: Command, state: MemoryState | None = None) -> None:
+    def __init__(self, command: Command, state: MemoryState | None = None, *, recorded: bool = False) -> None:
         super().__init__(command)
+        self._put({"recorded": recorded})
         self.show(MemoryState() if state is None else state)
 
     def show(self, state: MemoryState) -> None:
@@ -83,7 +85,7 @@ class MemoryControl(Control):
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"profile": True}:
-                if not self.pending:
+                if not (self.pending or self.recorded):
                     self._request("profile")
             case {"checkpoint": True}:
                 if self.proposed:

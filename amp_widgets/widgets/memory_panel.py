@@ -16,6 +16,8 @@ from amp_widgets.widgets.memory_control import Command, MemoryControl
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
 
+NOTHING_RECORDED = "No step up to here was profiled."
+WHY_NO_TICKS = "a replay: what is ticked is what was in force"
 NOTHING_YET = "No step has been profiled yet. What is drawn then: the memory over one step, and which layers it is made of."
 
 
@@ -31,6 +33,8 @@ class MemoryPanel(ipywidgets.Box):
         Called for settings, as by every control: ``request(checkpointed=names)``.
     state, dashboard
         What to show first.
+    recorded
+        Whether it is of a run that was recorded: nothing can be profiled or ticked.
     """
 
     def __init__(
@@ -39,7 +43,10 @@ class MemoryPanel(ipywidgets.Box):
         request: Callable[..., None],
         state: MemoryState | None = None,
         dashboard: DashboardState | None = None,
+        *,
+        recorded: bool = False,
     ) -> None:
+        self._nothing_yet = NOTHING_RECORDED if recorded else NOTHING_YET
         self._chosen: tuple[StepProfileLike, ...] = ()
         self._ceiling: Ceiling | None = None
         self._deaths: Mapping[str, Death] = NO_DEATHS
@@ -47,9 +54,9 @@ class MemoryPanel(ipywidgets.Box):
         self._dashboard = dashboard
         self._command: Callable[..., None] = command
         self._request = request
-        self._control = MemoryControl(self._asked)
-        self._figure = FigureView(note=NOTHING_YET)
-        self._table = LayerTable(request, dashboard)
+        self._control = MemoryControl(self._asked, recorded=recorded)
+        self._figure = FigureView(note=self._nothing_yet)
+        self._table = LayerTable(request, dashboard, why_no_ticks=WHY_NO_TICKS if recorded else "")
         super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-memory-panel",))
         if state is not None:
             self.show(state)
@@ -72,7 +79,7 @@ class MemoryPanel(ipywidgets.Box):
                 label=_spoken(chosen, deaths, ceiling),
             )
         else:
-            self._figure.clear(NOTHING_YET)
+            self._figure.clear(self._nothing_yet)
 
     def render(self, dashboard: DashboardState) -> None:
         """Show which layers are checkpointed, and which are to be."""

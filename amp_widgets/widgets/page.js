@@ -143,7 +143,7 @@ function asking(model, el, showLost, draw) {
   return {
     waits: () => latest !== null,
     locked: () => model.get("locked") || kernel.lost(),
-    whyLocked: () => (kernel.lost() ? NO_KERNEL : model.get("locked") ? "the session is closed" : ""),
+    whyLocked: () => (kernel.lost() ? NO_KERNEL : model.get("locked") ? model.get("why_locked") : ""),
     remove: kernel.remove,
     value: (name, otherwise) => (name in asked ? asked[name] : otherwise),
     ask(message, shown = {}) {

@@ -52,7 +52,10 @@ class Answer(Control):
         return self.waiting or "\n".join(filter(None, (f"{self.said} {self.verdict}", self.why, self.more)))
 
     def put(self, guess: Value | None, measured: Value, unit: str, within: float | None, why: str, more: str) -> None:
-        """Show the answer to this guess; without one, ask for it."""
+        """Show the answer to this `guess`: what was `measured`, in the `unit`, `why`, and `more`; without one, ask for it.
+
+        A number at most `within` off counts as right; without it, as `ask` says.
+        """
         self._kept = tuple(filter(None, (value_text(measured, unit), why, more)))
         if guess is None:
             self._put({"waiting": says.WAITING, "said": "", "verdict": "", "tone": "", "why": "", "more": ""})
@@ -134,7 +137,7 @@ class Question(Control):
         return self._answer
 
     def guess(self, value: Value) -> None:
-        """Give a guess, or another one; the page calls it, too.
+        """Give a guess, or another one: a number, or one of the choices, as the `value`; the page calls it, too.
 
         Raises
         ------
@@ -177,7 +180,7 @@ class Question(Control):
         return self._answer
 
     def on_guess(self, call: Callable[[], None]) -> None:
-        """Have it called after each guess."""
+        """Have `call` called after each guess."""
         self._listeners.append(call)
 
     def close(self) -> None:

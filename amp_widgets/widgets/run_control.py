@@ -37,9 +37,9 @@ class RunControl(Control):
             enabled = tuple(command for command in enabled if command != "reset")
         return {"enabled": list(enabled), "sentence": OWN_LOOP if state.run == "none" else ""}
 
-    def lock(self) -> None:
+    def lock(self, why: str = "the session is closed") -> None:
         """Show that there is nothing left to start or stop."""
-        self._put({"locked": True, "sentence": CLOSED if self.sentence else ""})
+        self._put({"locked": True, "why_locked": why, "sentence": CLOSED if self.sentence else ""})
 
     def _ask(self, message: Mapping[str, Any]) -> None:
         command = message["command"]

@@ -79,7 +79,7 @@ export default {
         showReadout(exponent, exponent === model.get("exponent") ? model.get("init_scale") : undefined);
       }
       const scale = model.get("live_scale");
-      setText(live, scale && `live scale ${scale}`);
+      setText(live, scale && `${locked ? "scale then" : "live scale"} ${scale}`);
       for (const [name, input] of inputs) {
         const editing = input.matches(":focus") && input.value !== input.dataset.drawn && !asked.waits();
         if (!editing) {

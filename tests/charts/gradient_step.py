@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from amp_widgets.analysis.gradients import GradientRange
-from amp_widgets.core.gradient_probe import BUCKETS, INF_BUCKET, ZERO_BUCKET, CountedGradients, GradientCounts
+from amp_widgets.core.gradient_counts import BUCKETS, INF_BUCKET, ZERO_BUCKET, CountedGradients, GradientCounts
 
 
 def row(

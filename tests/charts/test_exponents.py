@@ -9,7 +9,7 @@ import pytest
 
 from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.charts.exponents import ZONE_COLOURS, exponent_figure, exponent_sentence
-from amp_widgets.core.gradient_probe import GradientCounts
+from amp_widgets.core.gradient_counts import GradientCounts
 from tests.charts.gradient_step import gpt_range, row
 
 EMPTY = GradientRange.of(GradientCounts(step=0, scale=1.0, rows=()))

@@ -14,17 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.core.checkpointing import Checkpointing
-from amp_widgets.core.gradient_probe import (
+from amp_widgets.core.gradient_counts import (
     BUCKETS,
     INF_BUCKET,
     MODEL,
     NAN_BUCKET,
-    PARAMETER_PART,
-    SAMPLE_ELEMENTS,
     SUBNORMAL_BUCKET,
     ZERO_BUCKET,
     CountedGradients,
     GradientCounts,
+)
+from amp_widgets.core.gradient_probe import (
+    PARAMETER_PART,
+    SAMPLE_ELEMENTS,
     GradientProbe,
     bucket_of,
     drawn,

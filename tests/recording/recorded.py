@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from amp_widgets.core.gradient_counts import GradientCounts
 from amp_widgets.core.history import Event, History
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import Settings
@@ -24,6 +25,7 @@ class Source:
         self.history_so_far = History(capacity=capacity, extra_columns=extra_columns)
         self.settings = Settings()
         self.profiles: tuple[StepProfile, ...] = ()
+        self.gradients: tuple[GradientCounts, ...] = ()
         self.layers_seen: tuple[LayerOf, ...] = (
             LayerOf("layers.0"),
             LayerOf("head", why_not="it is <b>tied</b>", structural=True),

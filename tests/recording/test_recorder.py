@@ -126,6 +126,15 @@ class TestRoundTrip:
         with open_run(path) as run:
             assert [run.settings_at(step).autocast for step in (0, 2, 3, 5, 6)] == ["fp32", "fp32", "bf16", "bf16", "fp16"]
 
+    def test_half_a_character_stops_nothing(self, path: Path, source: Source, recorder: Recorder) -> None:
+        source.layers_seen = (LayerOf("\ud800", why_not="\udfff"),)
+        source.history_so_far.record(Event(step=0, kind="note", reason="half: \ud800", detail={"text": "\ud800"}, time_s=0.0))
+        recorder.close()
+        assert recorder.notice is None
+        with open_run(path) as run:
+            assert (run.events[0].reason, run.events[0].detail) == ("half: ?", {"text": "\ud800"})
+            assert (run.layers[0].name, run.layers[0].why_not) == ("?", "?")
+
     def test_layers_as_they_are_now(self, path: Path, source: Source, recorder: Recorder) -> None:
         source.layers_seen = (LayerOf("a"), LayerOf("b", why_not=None, parameters=0), LayerOf("c"))
         recorder.close()

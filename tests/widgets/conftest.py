@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import comm
@@ -16,7 +17,7 @@ from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.core.history import History
 from amp_widgets.core.run_state import RunState
 from amp_widgets.core.settings import Settings
-from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.errors import RecordingError, RunError, SettingsError
 from amp_widgets.widgets.state import DashboardState
 
 
@@ -112,6 +113,18 @@ class FakeSession:
         self.why_no_plan: str | None = None
         self.why_no_comparison: str | None = None
         self.comparison = ComparisonStatus()
+        self.recorded_to: Path | None = None
+        self.why_not_recorded: str | None = None
+
+    def record(self, path: str) -> None:
+        self.asked.append(("record", {"path": path}))
+        if self.why_not_recorded is not None:
+            raise RecordingError(f"record: {self.why_not_recorded}")
+        self.recorded_to = Path(path)
+
+    def stop_recording(self) -> None:
+        self.asked.append(("stop_recording", {}))
+        self.recorded_to = None
 
     def dashboard_state(self) -> DashboardState:
         self.looks += 1

@@ -16,7 +16,7 @@ from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.analysis.parity import ParityReport
 from amp_widgets.analysis.precision import LayerPrecision, PrecisionReport
 from amp_widgets.analysis.preflight import Finding, Findings
-from amp_widgets.core.gradient_probe import BUCKETS, CountedGradients, GradientCounts
+from amp_widgets.core.gradient_counts import BUCKETS, CountedGradients, GradientCounts
 from amp_widgets.core.history import Event
 from amp_widgets.core.overflow_probe import SkipNote
 from amp_widgets.core.settings import Settings

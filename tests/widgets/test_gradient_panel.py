@@ -10,7 +10,7 @@ import pytest
 
 from amp_widgets.analysis.gradients import GradientRange, percent
 from amp_widgets.analysis.overflow import Diagnosis, RepeatedSkips, SkippedStep, SkipRun
-from amp_widgets.core.gradient_probe import INF_BUCKET, GradientCounts
+from amp_widgets.core.gradient_counts import INF_BUCKET, GradientCounts
 from amp_widgets.widgets.gradient_control import MOST_SKIPS
 from amp_widgets.widgets.gradient_panel import NOTHING_YET, GradientPanel
 from amp_widgets.widgets.gradient_state import GradientState

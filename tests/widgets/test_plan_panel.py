@@ -547,6 +547,26 @@ def test_the_slider_asks_once_it_rests(view: View, asked: list[Any]) -> None:
     assert slider.evaluate("one => document.activeElement === one")
 
 
+def test_a_plan_that_is_being_made_is_cancelled_with_the_keyboard(view: View, asked: list[Any]) -> None:
+    cancel, propose = view.role("button", "Cancel"), view.role("button", "Propose a plan")
+    assert not cancel.is_visible()
+    propose.focus()
+    view.page.keyboard.press("Enter")
+    assert cancel.is_visible()  # at once
+    view.sync()
+    show(view, dataclasses.replace(planned(), plan=Inspection(result=planned().newest, pending=True)))
+    cancel.focus()
+    view.page.keyboard.press("Enter")
+    view.sync()
+    assert asked[1:] == [("cancel_inspection", {"kind": "plan"})]
+    show(view, dataclasses.replace(planned(), plan=Inspection(result=planned().newest, pending=True, cancelling=True)))
+    assert view.role("button", "Cancelling …").get_attribute("aria-disabled") == "true"
+    ended = Inspection(result=planned().newest, why_not="plan: it was cancelled")
+    show(view, dataclasses.replace(planned(), plan=ended))
+    assert view.page.get_by_text("No plan made: it was cancelled").is_visible()
+    assert propose.evaluate("one => document.activeElement === one")  # what had the focus is gone
+
+
 def test_the_plan_is_used_with_the_keyboard(view: View, asked: list[Any]) -> None:
     assert view.page.locator(".ampw-plan-layers li").all_inner_texts() == list(LAYERS)
     use = view.role("button", "Use this plan")

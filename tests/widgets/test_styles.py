@@ -13,6 +13,7 @@ import amp_widgets.widgets.control
 from amp_widgets.widgets.checks_panel import ChecksPanel
 from amp_widgets.widgets.control import Control
 from amp_widgets.widgets.dtype_panel import DtypePanel
+from amp_widgets.widgets.events_table import EventsTable
 from amp_widgets.widgets.format_lab import FormatLab
 from amp_widgets.widgets.gradient_control import GradientControl
 from amp_widgets.widgets.gradient_table import GradientTable
@@ -21,7 +22,11 @@ from amp_widgets.widgets.memory_control import MemoryControl
 from amp_widgets.widgets.plan_control import PlanControl
 from amp_widgets.widgets.plan_tables import BatchSizesControl, CudaControl
 from amp_widgets.widgets.precision_panel import PrecisionPanel
+from amp_widgets.widgets.question import Answer, Question
+from amp_widgets.widgets.runs_control import RunsControl, RunsTable
+from amp_widgets.widgets.scenario_control import MeasureControl, ScenarioControl
 from amp_widgets.widgets.tab_bar import TabBar
+from amp_widgets.widgets.transport import Transport
 
 HERE = Path(amp_widgets.widgets.control.__file__).parent
 SHARED = {"page", "virtual_table"}
@@ -36,6 +41,10 @@ ROOTS = {
     "memory": (".ampw-memory-panel", ".ampw-memory", ".ampw-layer-table"),
     "plan_panel": (".ampw-plan-panel", ".ampw-plan"),
     "precision_panel": (".ampw-precision",),
+    "question": (".ampw-question", ".ampw-answer"),
+    "runs_view": (".ampw-runs-view", ".ampw-runs", ".ampw-runs-table"),
+    "replay": (".ampw-transport", ".ampw-events"),
+    "scenario": (".ampw-scenarios", ".ampw-situation", ".ampw-measure"),
     "tab_bar": (".ampw-tabs", ".ampw-tabs-list"),
 }
 """File → the classes one of which each of its selectors begins with, after what it stands in."""
@@ -45,6 +54,9 @@ WIDGETS: dict[type[Control], str] = {
     ChecksPanel: "checks_panel", DtypePanel: "dtype_panel", FormatLab: "format_lab", GradientControl: "gradient",
     GradientTable: "gradient", LayerTable: "memory", MemoryControl: "memory", PrecisionPanel: "precision_panel",
     TabBar: "tab_bar", PlanControl: "plan_panel", BatchSizesControl: "plan_panel", CudaControl: "plan_panel",
+    Transport: "replay", EventsTable: "replay", Question: "question", Answer: "question",
+    RunsControl: "runs_view", RunsTable: "runs_view",
+    ScenarioControl: "scenario", MeasureControl: "scenario",
 }  # fmt: skip
 OTHERS = {"widget-box", "vscode-dark", "amp-figure", "jupyter-widgets-disconnected"}
 """Classes that are not of the widgets here."""

@@ -1,7 +1,7 @@
 """Bytes of a step on a CPU against malloc itself, which a small C library in front of it counts (malloc_peak.c).
 
-Each net trains in a process of its own with that library preloaded. Truth is the most that was live at one time within a step,
-above what was live just before the model was made. Of everything else that a process holds, this is left in or out:
+The nets train one after the other in a process with that library preloaded. Truth is the most that was live at one time within
+a step, above what was live just before the model was made. Of everything else that a process holds, this is left in or out:
 
 - The step's batch is made after the model, so it counts on both sides, as do the parameters, gradients and Adam's averages.
 - What libraries allocate once and keep is left out, by a first pass with the same shapes before the baseline is taken: MKL's
@@ -42,6 +42,8 @@ from amp_widgets.demos.text import TextGPT
 
 SOURCE = Path(__file__).with_name("malloc_peak.c")
 TOLERANCE = 0.03
+
+pytestmark = pytest.mark.timeout(250)  # the first test of a worker waits for the child
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class TestShallowNet:
 
 def test_the_library_counts_what_is_asked_for() -> None:
     """malloc, calloc, realloc, posix_memalign, memalign, aligned_alloc; threads; a tensor."""
-    checked = in_child("shallow")["library"]
+    checked = in_child()["library"]
     assert checked == {"live": True, "freed": True, "peak": True, "threads": True, "tensor": True}
 
 
@@ -112,21 +114,19 @@ def test_the_library_counts_what_is_asked_for() -> None:
 @functools.cache
 def trained(net: str) -> dict[bool, list[Step]]:
     """The steps of a net, plain and with its blocks checkpointed."""
-    result = in_child(net)
+    result = in_child()[net]
     return {on: [Step(**step) for step in result[name]] for on, name in ((False, "plain"), (True, "checkpointed"))}
 
 
 @functools.cache
-def in_child(net: str) -> Any:
+def in_child() -> Any:
     library, why_not = built()
     if library is None:
         pytest.skip(why_not)
     environment = {**os.environ, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("PYTHONMALLOC", "MKL_DISABLE_FAST_MM"):  # small objects by malloc; packing buffers not kept
         environment.pop(name, None)
-    child = subprocess.run(
-        [sys.executable, __file__, net], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 
@@ -151,16 +151,19 @@ def built() -> tuple[str | None, str]:
 _directories: list[tempfile.TemporaryDirectory[str]] = []  # until the interpreter ends
 
 
-def main(net: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     malloc = Malloc()
-    make, draw = NETS[net]()
-    number, explained = (2, True) if net == "shallow" else (3, False)
-    train(malloc, make, draw, checkpointed=False, number=0)  # what is allocated once and kept
-    result: dict[str, Any] = {"library": self_check(malloc)}
-    for name, on in (("plain", False), ("checkpointed", True)):
-        steps = train(malloc, make, draw, checkpointed=on, number=number, explained=explained)
-        result[name] = [dataclasses.asdict(step) for step in steps]
+    result: dict[str, Any] = {}
+    for net, made in NETS.items():
+        make, draw = made()
+        number, explained = (2, True) if net == "shallow" else (3, False)
+        train(malloc, make, draw, checkpointed=False, number=0)  # what is allocated once and kept
+        result[net] = {}
+        for name, on in (("plain", False), ("checkpointed", True)):
+            steps = train(malloc, make, draw, checkpointed=on, number=number, explained=explained)
+            result[net][name] = [dataclasses.asdict(step) for step in steps]
+    result["library"] = self_check(malloc)
     print(json.dumps(result))
 
 
@@ -373,4 +376,4 @@ NETS: dict[str, Callable[[], Net]] = {
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
