@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext
+    from playwright.sync_api import Browser, BrowserContext, Page
 
     from harness.notebook import Notebook
     from harness.server import Lab
@@ -41,8 +41,12 @@ class OpenNotebook(Protocol):
         name: str | None = None,
         height: int = 1000,
         kernel: bool = True,
+        fresh: bool = False,
     ) -> Notebook:
-        """Open code `cells`, a copy of the notebook at `path`, or one by its `name`; wait for its `kernel` or not."""
+        """Open code `cells`, a copy of the notebook at `path`, or one by its `name`; wait for its `kernel` or not.
+
+        The page is new where `fresh`, and then no test after this one gets it.
+        """
 
 
 @pytest.fixture(scope="session")
@@ -72,19 +76,43 @@ def browser(in_ci: bool) -> Iterator[Browser]:
         started.close()
 
 
+class Pages:
+    """Pages of one browser; those that are given back have JupyterLab loaded, and no notebook open.
+
+    Loading JupyterLab and the first chart takes more of the processor than most tests do.
+    """
+
+    def __init__(self, context: BrowserContext) -> None:
+        self._context = context  # with a cache of its own, each page would even compile JupyterLab anew
+        self._free: list[Page] = []
+
+    def take(self, *, fresh: bool = False) -> Page:
+        """One that was given back, or a new one."""
+        return self._free.pop() if self._free and not fresh else self._context.new_page()
+
+    def give_back(self, notebook: Notebook) -> None:
+        """Close the notebook, and keep its page for another unless a dialog is left in it."""
+        notebook.leave()
+        if notebook.page.locator(".jp-Dialog").count():
+            notebook.page.close()
+        else:
+            self._free.append(notebook.page)
+
+
 @pytest.fixture(scope="session")
-def context(browser: Browser) -> BrowserContext:
-    """What all pages share: with a cache of its own, each would load and compile JupyterLab anew, which takes seconds."""
-    return browser.new_context()
+def pages(browser: Browser) -> Pages:
+    """The pages of all tests."""
+    return Pages(browser.new_context())
 
 
 @pytest.fixture
-def open_notebook(lab: Lab, context: BrowserContext, request: pytest.FixtureRequest) -> Iterator[OpenNotebook]:
-    """Opens notebooks, each in a page of its own 1280 pixels wide; afterwards the browser's console must show no error."""
+def open_notebook(lab: Lab, pages: Pages, request: pytest.FixtureRequest) -> Iterator[OpenNotebook]:
+    """Opens notebooks in pages 1280 pixels wide, each alone in its page; afterwards the browser's console must show no error."""
     from harness.notebook import Notebook
 
     lab.forget_theme()
     opened: list[Notebook] = []
+    not_again: list[Notebook] = []
 
     def open_one(
         cells: Sequence[str] = (),
@@ -93,12 +121,15 @@ def open_notebook(lab: Lab, context: BrowserContext, request: pytest.FixtureRequ
         name: str | None = None,
         height: int = HEIGHT_PX,
         kernel: bool = True,
+        fresh: bool = False,
     ) -> Notebook:
         if name is None:
             name = lab.copy_notebook(path) if path is not None else lab.write_notebook(cells)
-        notebook = Notebook(lab, context.new_page(), name)
+        notebook = Notebook(lab, pages.take(fresh=fresh), name)
         notebook.page.set_viewport_size({"width": WIDTH_PX, "height": height})
         opened.append(notebook)
+        if fresh:
+            not_again.append(notebook)
         notebook.open(kernel=kernel)
         return notebook
 
@@ -106,10 +137,15 @@ def open_notebook(lab: Lab, context: BrowserContext, request: pytest.FixtureRequ
 
     failed = request.node.stash.get(failed_key, False)
     for number, notebook in enumerate(opened):
+        if notebook.left:
+            continue
         if failed and not notebook.page.is_closed():
             name = f"failed-{request.node.name}-{number}"
             print(f"picture: {notebook.screenshot(name)}\nconsole: {notebook.errors}")
-        notebook.page.close()
+        if failed or notebook.errors or notebook in not_again:
+            notebook.page.close()
+        elif not notebook.page.is_closed():
+            pages.give_back(notebook)
     for name in {notebook.name for notebook in opened}:
         lab.end_kernels(name)
     if failed:

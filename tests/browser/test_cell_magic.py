@@ -23,14 +23,14 @@ finish = False
 """
 PLAIN = """%%amp
 print("before the loop")
-end = time.monotonic() + 90
+end = time.monotonic() + 170
 while not finish and time.monotonic() < end:
     for inputs, labels in DataLoader(dataset, batch_size=16):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(inputs), labels)
         loss.backward()
         optimizer.step()
-        time.sleep(0.02)
+        time.sleep(0.1)
 print("after the loop")
 """
 CUDA_ONLY = """%%amp --cpu
@@ -38,7 +38,7 @@ from torch.cuda.amp import autocast, GradScaler
 model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)).cuda()
 optimizer2 = torch.optim.SGD(model.parameters(), lr=0.01)
 scaler = GradScaler()
-end = time.monotonic() + 90
+end = time.monotonic() + 170
 while not finish and time.monotonic() < end:
     for inputs, labels in DataLoader(dataset, batch_size=16):
         inputs, labels = inputs.cuda(), labels.cuda()
@@ -48,7 +48,7 @@ while not finish and time.monotonic() < end:
         scaler.scale(loss).backward()
         scaler.step(optimizer2)
         scaler.update()
-        time.sleep(0.02)
+        time.sleep(0.1)
 """
 NEWEST = "__import__('amp_widgets.session', fromlist=['_']).newest_session()"
 

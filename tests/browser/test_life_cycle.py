@@ -18,7 +18,7 @@ from harness.server import Lab
 from test_quickstart import OWN_LOOP, SLOW_S, Dashboard
 
 if TYPE_CHECKING:
-    from conftest import OpenNotebook
+    from conftest import OpenNotebook, Pages
 
 SAVED_KB = 40
 REDRAWS = int(os.environ.get("AMP_WIDGETS_REDRAWS", "100"))
@@ -28,7 +28,7 @@ FIT = """
 import time
 
 def loss_fn(output, target):
-    time.sleep(0.08)  # few enough steps that each is a point of the chart
+    time.sleep(0.2)  # few enough steps that each is a point of the chart, however long the page takes
     return nn.functional.cross_entropy(output, target)
 
 session.fit([(x, y)], loss_fn, None)
@@ -79,7 +79,7 @@ threading.Thread(target=feed, daemon=True).start()
 """
 
 
-def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook) -> None:
+def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook, pages: Pages) -> None:
     notebook = open_notebook([OWN_LOOP, FIT], height=2600)
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
@@ -106,8 +106,8 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     other.wait(lambda: other.points("loss line") > shown[1], "the second tab stands still")
 
     # nobody looks for a while
-    for page in (tab.page, notebook.page):
-        page.close()
+    tab.page.close()
+    pages.give_back(notebook)
     late = open_notebook(name=notebook.name, height=2600)
     back = Dashboard(late, 0)
     back.wait_for_plot()
@@ -120,7 +120,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     assert back.area.get_by_role("radio", name="bf16").is_checked()
 
 
-def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNotebook, lab: Lab) -> None:
+def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNotebook, lab: Lab, pages: Pages) -> None:
     finite = "session.fit([(x, y)] * 300, nn.functional.cross_entropy)\nsession.wait()"
     notebook = open_notebook([OWN_LOOP, finite], height=2600)
     notebook.run_and_wait(0, SLOW_S)
@@ -138,7 +138,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
     assert "widget-state" not in saved
 
     # its kernel is alive
-    notebook.page.close()
+    pages.give_back(notebook)
     notebook = open_notebook(name=notebook.name, height=2600)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
@@ -148,7 +148,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
     board.wait(lambda: board.python("dashboard_state().requested('autocast')") == "fp16", "a control has no effect")
 
     # no kernel at all, trusted and not
-    notebook.page.close()
+    pages.give_back(notebook)
     lab.end_kernels(notebook.name)
     content = json.loads(saved)
     gone = {"name": "gone", "display_name": "gone", "language": "gone"}
@@ -162,7 +162,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
         without.page.locator(".jp-Dialog button:has-text('No Kernel')").click()
         _assert_still(Dashboard(without, 0))
         without.screenshot(f"no-kernel-{name.removesuffix('.ipynb')}")
-        without.page.close()
+        pages.give_back(without)
 
     # another kernel
     notebook = open_notebook(name=notebook.name, height=2600)
@@ -239,7 +239,8 @@ def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook:
 
 @pytest.mark.timeout(2 * MOST_S)
 def test_redraws_grow_neither_the_kernel_nor_the_page(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([OWN_LOOP.replace("session.dashboard()", "board = session.dashboard()\nboard"), FEED], height=2600)
+    cells = [OWN_LOOP.replace("session.dashboard()", "board = session.dashboard()\nboard"), FEED]
+    notebook = open_notebook(cells, height=2600, fresh=True)  # whose timers are changed below
     notebook.run_and_wait(0, SLOW_S)
     Dashboard(notebook, 0).wait_for_plot()
     # The page waits between redraws so as to leave the processor to others: not here.

@@ -58,10 +58,13 @@ def test_a_budget_is_dragged_planned_for_and_kept(open_notebook: OpenNotebook) -
     wait(lambda: python("session.inspection('plan').result.budget_bytes") < 70e6, "it is not planned anew")
     budget = python("session.inspection('plan').result.budget_bytes")
     panel.get_by_text(f"Plan for {budget / 1e6:.1f} MB in fp32: checkpoint").wait_for()
-    wait(lambda: "plan" in str(panel.evaluate(PARTS)), "there is no picture")
-    points = {label: y for part, labels, y in panel.evaluate(PARTS) if part == "point" for label in labels}
-    assert points["plan"] == [python("session.inspection('plan').result.predicted_peak_bytes")]
-    assert {"none", "all", "every second", "√n"} <= points.keys()
+
+    def points() -> dict[str, list[float]]:
+        return {label: y for part, labels, y in panel.evaluate(PARTS) if part == "point" for label in labels}
+
+    predicted_bytes = python("session.inspection('plan').result.predicted_peak_bytes")
+    wait(lambda: points().get("plan") == [predicted_bytes], "the picture is not that of the plan")
+    assert {"none", "all", "every second", "√n"} <= points().keys()
     notebook.screenshot("plan-light", panel)
 
     # use it: predicted and measured are read from the page

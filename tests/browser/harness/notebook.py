@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from playwright.sync_api import ConsoleMessage, Locator, Page
+from playwright.sync_api import ConsoleMessage, Error, Locator, Page
 
 from harness.kernel import Kernel
 from harness.server import REPOSITORY, Lab
@@ -20,11 +20,13 @@ SCREENSHOTS = REPOSITORY / "artifacts" / "screenshots"
 NOT_OURS: tuple[tuple[str, str], ...] = (
     # JupyterLab removes its splash screen by a timer, which may come after a change of the theme has removed it
     (r"^uncaught: NotFoundError: Failed to execute 'removeChild'[^\n]*\n +at http://[^\n]*/lab/jlab_core\.[^\n]*$", "splash"),
+    # JupyterLab, when a notebook is closed or its kernel restarted that still owes an answer
+    (r"^uncaught: Error: Canceled future for \w+ message before replies were done", "owed answers"),
 )
 
 AROUND_PX = 200  # JupyterLab's menu, tool bar and status bar, and room around
 
-PANEL = "const app = window.jupyterapp; const panel = app.shell.currentWidget; const notebook = panel.content;"
+PANEL = "const app = window.jupyterapp; const panel = app.shell.currentWidget; const notebook = panel?.content;"
 
 
 class CellError(AssertionError):
@@ -40,6 +42,8 @@ class Notebook:
         Playwright's page, for locators and the keyboard.
     errors
         What the page wrote to the console as an error, and exceptions nobody caught. Checked when the test ends.
+    left
+        Whether `leave` has been called: the page is not this notebook's any more.
     """
 
     def __init__(self, lab: Lab, page: Page, name: str) -> None:
@@ -47,24 +51,44 @@ class Notebook:
         self.page = page
         self.name = name
         self.errors: list[str] = []
+        self.left = False
         page.on("console", self._on_console)
-        page.on("pageerror", lambda error: self._on_error(f"uncaught: {error.stack or error}"))
+        page.on("pageerror", self._on_uncaught)
 
     # --- the page ---
 
     def open(self, timeout_s: float = 60, *, kernel: bool = True) -> None:
-        """Load the page and wait for the cells and, if wanted, the kernel."""
-        self.page.goto(self.lab.url(self.name))
+        """Open it in the page's JupyterLab, or load that; wait for the cells and, if wanted, the kernel."""
+        if self.page.evaluate("!!window.jupyterapp"):
+            self._do("await app.commands.execute('docmanager:open', {path: arg, factory: 'Notebook'});", self.name)
+        else:
+            self.page.goto(self.lab.url(self.name))
         self.wait_ready(timeout_s, kernel=kernel)
+
+    def leave(self) -> None:
+        """Close the notebook without saving it, its kernel goes on; another can be opened in the page, which is light again."""
+        self._do(
+            """for (const one of [...app.shell.widgets('main')]) {
+                if (one.context) one.context.model.dirty = false;
+                one.dispose();
+            }
+            delete window.harnessRuns;"""
+        )
+        if self.page.evaluate("document.body.dataset.jpThemeLight") != "true":
+            self.set_theme("light")
+        self.page.mouse.move(2, 2)
+        self.page.remove_listener("console", self._on_console)
+        self.page.remove_listener("pageerror", self._on_uncaught)
+        self.left = True
 
     def wait_ready(self, timeout_s: float = 60, *, kernel: bool = True) -> None:
         """Wait until the cells are there and, if wanted, the kernel has answered (a busy one may not)."""
         self.page.wait_for_function(
-            """needsKernel => { const panel = window.jupyterapp?.shell.currentWidget;
+            """([name, needsKernel]) => { const panel = window.jupyterapp?.shell.currentWidget;
                 const kernel = panel?.sessionContext?.session?.kernel;
-                return !!panel?.content?.widgets?.length && panel.context.isReady
+                return panel?.context?.path === name && !!panel.content?.widgets?.length && panel.context.isReady
                     && (!needsKernel || kernel?.connectionStatus === 'connected'); }""",
-            arg=kernel,
+            arg=[self.name, kernel],
             timeout=timeout_s * 1000,
         )
 
@@ -231,6 +255,9 @@ class Notebook:
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
             self._on_error(f"{message.text} ({message.location.get('url', '')})")
+
+    def _on_uncaught(self, error: Error) -> None:
+        self._on_error(f"uncaught: {error.stack or error}")
 
     def _on_error(self, text: str) -> None:
         if not any(re.search(pattern, text) for pattern, _ in NOT_OURS):

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[3]
+HARNESS = Path(__file__).parent
+REPOSITORY = HARNESS.parents[2]
 START_S = 60
 STOP_S = 15
 
@@ -44,11 +45,17 @@ class Lab:
         self.token = secrets.token_hex(16)
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._nursery: subprocess.Popen[bytes] | None = None
         for name in ("notebooks", "config", "data", "runtime", "home", "settings", "workspaces"):
             (home / name).mkdir(parents=True)
         startup = home / "ipython" / "profile_default" / "startup"
         startup.mkdir(parents=True)
         shutil.copy(Path(__file__).parent / "probe.py", startup / "00-probe.py")
+        self._socket = home / "nursery.socket"
+        spec = home / "kernelspecs" / "kernels" / "python3" / "kernel.json"
+        spec.parent.mkdir(parents=True)
+        client = [sys.executable, "-I", "-S", str(HARNESS / "kernel_client.py"), str(self._socket), "{connection_file}"]
+        spec.write_text(json.dumps({"argv": client, "display_name": "Python 3", "language": "python"}))
         self.set_setting("@jupyterlab/apputils-extension/notification", fetchNews="false", checkForUpdates=False)
 
     def start(self) -> None:
@@ -64,10 +71,12 @@ class Lab:
             sys.executable, "-m", "jupyterlab", *QUIET, f"--port={self.port}", "--ServerApp.port_retries=0",
             f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.notebooks}",
         ]  # fmt: skip
-        with (self.home / "server.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=self._environment(), cwd=self.home, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        with (self.home / "server.log").open("ab") as log:
+            files: dict[str, Any] = {"cwd": self.home, "stdout": log, "stderr": subprocess.STDOUT}
+            environment = self._environment()
+            nursery = [sys.executable, str(HARNESS / "nursery.py"), str(self._socket)]
+            self._nursery = subprocess.Popen(nursery, env=environment, stdin=subprocess.PIPE, **files)
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, **files)
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
             try:
@@ -81,14 +90,16 @@ class Lab:
     def stop(self) -> None:
         """End the kernels and the server."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(signal.SIGTERM)  # the server ends its kernels
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        nursery, self._nursery = self._nursery, None
+        if process is not None:
+            process.send_signal(signal.SIGTERM)  # the server ends its kernels
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if nursery is not None:
+            nursery.communicate()  # it ends with its standard input, and the kernels that are left with it
 
     def log(self, characters: int = 4000) -> str:
         """The end of the server's log, which has what the kernels wrote to their terminal."""
@@ -159,7 +170,8 @@ class Lab:
             "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
             "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
-            "JUPYTER_PREFER_ENV_PATH": "1",  # the kernel of this environment, whatever the user has
+            "JUPYTER_PATH": str(home / "kernelspecs"),  # before all others: the kernels of the nursery
+            "JUPYTER_PREFER_ENV_PATH": "1",  # for the rest this environment, whatever the user has
             "PYTHONPATH": path,
         }
 
