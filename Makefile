@@ -2,6 +2,7 @@
 # make test   everything that checks the project: lint, types, unit tests, other ipykernels, notebooks, browser
 # make gpu    the core checks on CUDA; needs only torch, numpy and pytest in $(PYTHON)
 # make bench  what a session costs a training step, on this machine
+# make docs   the API reference, from the docstrings, into build/docs
 SHELL := bash
 PYTHON ?= python3
 LAB_ARGS ?=
@@ -14,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench freeze clean
+.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench lessons docs freeze clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -36,6 +37,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable '.[lab,dev]'
 	@$(INSTALL) --editable '.[models]' || echo "the models of other packages are not there: their tests are skipped"
 	@touch $@ $(VENV)/.lab
+
+$(VENV)/.docs: $(VENV)/.lab
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
 
 # One environment for each of the other ipykernels: tests/kernels.txt, and the tested versions of what these need.
 KERNEL_VENVS := .venv-kernels
@@ -86,7 +91,7 @@ kernel-%: $(KERNEL_VENVS)/%/.ready
 	status=$$?; printf '%s\n' '--- ipykernel $*' "$$(cat $$log)"; exit $$status
 
 notebooks: $(VENV)/.dev
-	$(PYTEST) tests/notebooks
+	$(PYTEST) -n 2 tests/notebooks
 
 browser: $(VENV)/.dev browser-needs
 	$(PYTEST) -n 2 --dist worksteal tests/browser
@@ -108,6 +113,13 @@ bench: $(VENV)/.lab
 	@for script in tests/benchmarks/*.py; do echo "=== $$script"; $(BIN)/python $$script || exit 1; done
 
 # --- upkeep ----------------------------------------------------------------------------------------------------------
+
+# The notebooks, from what is in lessons/.
+lessons: $(VENV)/.dev
+	$(BIN)/python tools/build_lessons.py
+
+docs: $(VENV)/.docs
+	OMP_NUM_THREADS=1 $(BIN)/python tools/build_reference.py
 
 freeze: $(VENV)/.dev
 	{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
