@@ -204,15 +204,15 @@ class SessionAnalyses(LiveLoop):
         self._on_demand.inspect(self, kind, options)
 
     def cancel_inspection(self, kind: InspectionKind) -> None:
-        """End one that takes long as soon as can be, from any thread; nothing happens where there is none."""
+        """End one of this `kind`, which takes long, as soon as can be, from any thread; where there is none, nothing happens."""
         self._on_demand.inspections.cancel(kind)
 
     def inspection(self, kind: InspectionKind) -> Inspection:
-        """How that stands: the newest result, also of the methods above, or why there is none."""
+        """How one of this `kind` stands: the newest result, also of the methods above, or why there is none."""
         return self._on_demand.inspections.of(kind)
 
     def between_steps(self, job: Callable[[], None]) -> None:
-        """Call it when no step is in progress: now, or where a loop is training, at its next boundary on its thread.
+        """Call `job` when no step is in progress: now, or where a loop is training, at its next boundary on its thread.
 
         It must raise nothing, and be quick.
         """
@@ -316,6 +316,11 @@ class SessionAnalyses(LiveLoop):
 
         While a run is alive it is made at the run's next boundary, on its thread; else at once, on a thread of its own, and
         no run can be started meanwhile. Nothing happens while another is being made.
+
+        Parameters
+        ----------
+        grid, steps, rounds
+            As in `amp_widgets.analysis.compare.compare`.
 
         Raises
         ------

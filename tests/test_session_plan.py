@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -200,7 +200,9 @@ def test_a_plan_is_made_at_a_boundary_on_the_runs_thread(run: tuple[AmpSession, 
     threads: list[int] = []
     learned: list[int] = []
     real, learn = Planner.plan, Planner._learn
-    monkeypatch.setattr(Planner, "plan", lambda self, budget: threads.append(threading.get_ident()) or real(self, budget))
+    monkeypatch.setattr(
+        Planner, "plan", lambda self, budget, **how: threads.append(threading.get_ident()) or real(self, budget, **how)
+    )
     monkeypatch.setattr(Planner, "_learn", lambda self: learned.append(1) or learn(self))
     for budget in (1e6, 2e6, 9e6):  # the newest question counts
         session.inspect("plan", budget_bytes=budget)
@@ -227,11 +229,11 @@ def test_asked_while_one_is_made_another_is_made_afterwards(
     real = plans.Plans.plan
     budgets: list[float] = []
 
-    def held(self: Any, *args: Any, budget_bytes: float) -> Plan:
+    def held(self: Any, *args: Any, budget_bytes: float, **how: Any) -> Plan:
         budgets.append(budget_bytes)
         entered.set()
         assert let_go.wait(PATIENCE_S)
-        return real(self, *args, budget_bytes=budget_bytes)
+        return real(self, *args, budget_bytes=budget_bytes, **how)
 
     monkeypatch.setattr(plans.Plans, "plan", held)
     session.inspect("plan", budget_bytes=1e6)
@@ -284,6 +286,94 @@ def test_largest_batch_beside_a_run_has_progress_and_is_cancelled(run: tuple[Amp
     assert isinstance(confirmed, BatchSizes)
     assert confirmed.rows[0].found is found.rows[0].found
     assert confirmed.rows[0].confirmed is not None
+
+
+class Held:
+    """Predicted steps of plans, of which each waits until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self._let_go = threading.Semaphore(0), threading.Semaphore(0)
+        self.count = 0
+        real = Planner._predict
+
+        def predict(planner: Planner, **settings: Any) -> Any:
+            self.count += 1
+            self.entered.release()
+            assert self._let_go.acquire(timeout=PATIENCE_S)
+            return real(planner, **settings)
+
+        monkeypatch.setattr(Planner, "_predict", predict)
+
+    def wait(self) -> None:
+        assert self.entered.acquire(timeout=PATIENCE_S)
+
+    def go(self, steps: int = 1) -> None:
+        self._let_go.release(steps)
+
+
+def test_a_plan_beside_a_run_is_cancelled_with_what_waits_behind_it(
+    run: tuple[AmpSession, Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, gated = run
+    held = Held(monkeypatch)
+    session.cancel_inspection("plan")  # there is none
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    held.wait()
+    session.inspect("plan", budget_bytes=2e6)
+    session.cancel_inspection("plan")
+    assert session.inspection("plan").cancelling
+    held.go()
+    wait_for(lambda: not session.inspection("plan").pending, "the end")
+    ended = session.inspection("plan")
+    assert (held.count, ended.result, ended.why_not, ended.cancelling) == (1, None, "plan: it was cancelled", False)
+    held.go(1000)
+    step = session.step
+    gated.let(1)
+    wait_for(lambda: session.step > step, "another step")
+    assert not session.inspection("plan").pending
+    assert held.count == 1
+    session.inspect("plan", budget_bytes=3e6)
+    gated.let(1)
+    wait_for(lambda: session.inspection("plan").result is not None, "a plan")
+    assert session.inspection("plan").result.budget_bytes == 3e6  # type: ignore[union-attr]
+
+
+def test_the_same_plan_asked_for_again_while_a_cancelled_one_ends_is_made(
+    run: tuple[AmpSession, Gated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, gated = run
+    held = Held(monkeypatch)
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    held.wait()
+    session.cancel_inspection("plan")
+    session.inspect("plan", budget_bytes=1e6)
+    held.go(1000)
+    gated.let(1)
+    wait_for(lambda: session.inspection("plan").result is not None, "a plan")
+    assert session.inspection("plan").why_not is None
+
+
+@pytest.mark.parametrize("end", [AmpSession.stop, AmpSession.close])
+def test_stop_and_close_do_not_wait_for_a_plan(
+    run: tuple[AmpSession, Gated], monkeypatch: pytest.MonkeyPatch, end: Callable[[AmpSession], None]
+) -> None:
+    session, gated = run
+    held = Held(monkeypatch)
+    session.inspect("plan", budget_bytes=1e6)
+    gated.let(1)
+    held.wait()
+    ending = threading.Thread(target=end, args=(session,))
+    ending.start()
+    runner = session._background.runner
+    wait_for(lambda: runner is not None and runner.stopping, "the request")
+    held.go()
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
+    wait_for(lambda: not session.inspection("plan").pending, "the end")
+    assert held.count == 1
+    assert session.inspection("plan").why_not == "plan: it was cancelled"
 
 
 def test_after_a_run_it_is_made_on_another_thread_and_none_starts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,8 @@ class BatchSize:
     ----------
     size
         Rows; with one more it does not fit. 0 where not even one row fits, or the smallest that runs does not.
+    multiple_of
+        Where the model does not run with every number of rows: `size` is the largest of the multiples of this one.
     predicted_peak_bytes
         Of a step with it; where none fits, of the smallest one that was tried.
     budget_bytes
@@ -64,6 +66,7 @@ class BatchSize:
     obtained: str
     capped: bool
     tried: dict[int, float]
+    multiple_of: int = 1
 
     def __str__(self) -> str:
         what = describe_settings(self.settings)
@@ -72,7 +75,8 @@ class BatchSize:
             needs = f"needs {peak}" if math.isfinite(self.predicted_peak_bytes) else "needs more"
             return f"{what}: no batch fits into {budget}; {min(self.tried)} {needs} ({self.obtained})"
         at_least = "at least " if self.capped else ""
-        return f"{what}: batch {at_least}{self.size} fits into {budget}, with a peak of {peak} ({self.obtained})"
+        among = f" (of the multiples of {self.multiple_of}, as others do not run)" if self.multiple_of > 1 else ""
+        return f"{what}: batch {at_least}{self.size}{among} fits into {budget}, with a peak of {peak} ({self.obtained})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -172,7 +176,7 @@ def max_batch_size(
 
     search = _Search(step_of, budget, real_limit, given, at_most)
     search.run()
-    size = search.fitting if search.fitting in search.peaks else 0
+    size = search.fitting
     last = search.last
     if last is None:
         raise RunError(
@@ -185,7 +189,8 @@ def max_batch_size(
         budget_bytes=budget,
         settings=last.settings,
         obtained=last.obtained,
-        capped=size == at_most or (search.real and real_limit < budget),
+        multiple_of=search.unit,
+        capped=size + search.unit > at_most or (search.real and real_limit < budget),
         tried=dict(sorted(search.peaks.items())),
     )
 
@@ -285,14 +290,17 @@ class _Search:
         self.peaks: dict[int, float] = {}
         self.last: PredictedStep | None = None
         self.fitting = 0  # the largest known to fit
+        self.unit = 1  # multiples of this are looked at
+        self._low = 0  # up to this, nothing is to be looked at
         self._too_large = at_most + 1  # the smallest known not to
         self._rounds = 0  # of looking between the two
 
     def run(self) -> None:
         """Look at sizes until no other is left."""
         self._look_at(min(self._given, self._at_most))
-        while self._too_large - self.fitting > 1:
-            self._look_at(self._next())
+        while self._lowest < self._too_large:
+            size = self._next()
+            self._look_at(max(size - size % self.unit, self._lowest))
 
     def _look_at(self, size: int) -> None:
         try:
@@ -306,8 +314,7 @@ class _Search:
                 self._run_real()
                 self.peaks[size] = math.inf
                 free_after(ran_out)
-            elif size < self._given:  # such as one row for BatchNorm: smaller ones do not run either
-                self.fitting = max(self.fitting, size)
+            elif self._leave_out(size):
                 return
             else:
                 raise
@@ -318,8 +325,28 @@ class _Search:
                 self._run_real()
         if self.peaks[size] <= self._budget:
             self.fitting = max(self.fitting, size)
+            self._low = max(self._low, size)
         else:
             self._too_large = min(self._too_large, size)
+
+    def _leave_out(self, size: int) -> bool:
+        """A size does not run, as one row with BatchNorm; whether there are others to look at.
+
+        Where more rows do not run, it may be that they have to be in pairs, or in fours: as those that were given.
+        """
+        unit = next((each for each in range(self.unit + 1, self._given + 1) if self._given % each == 0 and size % each), None)
+        if unit is not None and size > 1:
+            self.unit = unit
+        elif size < self._given:
+            self._low = max(self._low, size)
+        else:
+            return False
+        return True
+
+    @property
+    def _lowest(self) -> int:
+        """The smallest size that may be looked at."""
+        return self._low + self.unit - self._low % self.unit
 
     @property
     def _real_at_most(self) -> int:
@@ -334,7 +361,7 @@ class _Search:
         """A size between what fits and what does not; a real step's no larger than `_real_at_most`."""
         size = self._guess()
         if self.real:
-            low = self.fitting
+            low = max(self.fitting, self._low)
             size = min(size, max(self._real_at_most, low + 1))
             if [each for each, peak in self.peaks.items() if math.isfinite(peak)] == [
                 low
@@ -348,7 +375,7 @@ class _Search:
         The peak is the largest of many sums, each of which grows with the batch along a line: a line through two peaks is
         above it in between, and below it outside, so that the last size that fits lies between where such lines reach the budget.
         """
-        low, high = self.fitting, self._too_large
+        low, high = max(self.fitting, self._low), self._too_large
         known = sorted(size for size, peak in self.peaks.items() if math.isfinite(peak))
         below = [size for size in known if size <= low][-2:]
         above = [size for size in known if size >= high][:2]

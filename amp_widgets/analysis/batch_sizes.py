@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,12 +18,13 @@ from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.corners import Corner, Grid, LayerChoice, corners_of
 from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, fake_steps
 from amp_widgets.analysis.real_step import free_memory_bytes
-from amp_widgets.analysis.table import table_html, table_text
+from amp_widgets.analysis.stoppable import CancelledError, stoppable
 from amp_widgets.analysis.trial import check_idle, check_not_compiled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.budget import checked_budget, told_apart
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import AutocastName
+from amp_widgets.core.table import table_html, table_text
 from amp_widgets.errors import AmpWidgetsError, SettingsError
 
 VERB = "largest_batch"
@@ -116,6 +117,8 @@ class BatchSizes(Sequence[BatchSizeRow]):
         ratio = f"×{row.size / first:.2f}" if first and row.size else ""
         found, done = row.found, row.confirmed
         size = "not known" if found is None else "none fits" if not row.size else f"{'at least ' * found.capped}{found.size:,}"
+        if found is not None and row.size and found.multiple_of > 1:
+            size += f" (of multiples of {found.multiple_of})"
         predicted = "" if found is None or not row.size else self._peak_text(found.predicted_peak_bytes)
         if row.why_not is not None:
             confirmed = row.why_not
@@ -181,30 +184,6 @@ def largest_batch(
     return table
 
 
-class CancelledError(AmpWidgetsError):
-    """It was asked to end."""
-
-
-def stoppable(steps: FakeSteps, cancelled: Callable[[], bool]) -> FakeSteps:
-    """The same, but that asking for a step raises `CancelledError` where it is cancelled."""
-    return cast(FakeSteps, _Stoppable(steps, cancelled))
-
-
-class _Stoppable:
-    def __init__(self, steps: FakeSteps, cancelled: Callable[[], bool]) -> None:
-        self._steps = steps
-        self._cancelled = cancelled
-        self.batch_size = steps.batch_size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._steps, name)
-
-    def step(self, **settings: Any) -> Any:
-        if self._cancelled():
-            raise CancelledError("cancelled")
-        return self._steps.step(**settings)
-
-
 class _Teller:
     """Tells how far it is; the time that is left goes by the steps that are done."""
 
@@ -239,7 +218,7 @@ def _predicted(
             raise SettingsError(
                 f"{VERB}: got a batch without a tensor that has a dimension, expected one whose size can be changed"
             )
-        watched = stoppable(steps, cancelled)
+        watched = stoppable(steps, cancelled, VERB)
         for at in teller.over([corner.label for corner in corners], "predicting"):
             try:
                 rows.append(_row(corners[at], watched, budget))

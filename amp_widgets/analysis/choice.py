@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -28,12 +28,15 @@ class Choice:
         Of each candidate, seconds; shape (candidates,).
     exclusive
         Pairs of candidates that do not go together.
+    check
+        Called now and then in a search; what it raises ends it.
     """
 
     held_bytes: Numbers
     change_bytes: Numbers
     cost_s: Numbers
     exclusive: Sequence[tuple[int, int]] = ()
+    check: Callable[[], None] = lambda: None
 
     def peak_bytes(self, chosen: Iterable[int]) -> float:
         """The most that is held with these chosen."""
@@ -93,6 +96,7 @@ class Choice:
         chosen: set[int] = set()
         held = self.held_bytes.copy()
         while held.max() > budget_bytes:
+            self.check()
             above = held > budget_bytes
             excess = float((held[above] - budget_bytes).sum())
             left = np.maximum(held[above] + self.change_bytes[:, above] - budget_bytes, 0.0).sum(axis=1)
@@ -195,6 +199,7 @@ class _Program:
         best: frozenset[int] | None = None
         lowest = math.inf
         for _ in range(_ROUNDS):
+            choice.check()
             solved = self._solve(sorted(moments))
             if solved is None:
                 return best

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_widgets.analysis.comparison import Comparison, Progress, Row, time_text
+from amp_widgets.analysis.comparison import Comparison, Progress, Row
 from amp_widgets.analysis.corners import Corner, Grid, LayerChoice, corners_of
 from amp_widgets.analysis.relative_error import RelativeError
 from amp_widgets.analysis.snapshot import Snapshot
@@ -45,6 +45,7 @@ from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.memory.reading import MemoryMeter
 from amp_widgets.core.memory.step_mode import keep_dynamo_out
 from amp_widgets.core.models import devices_of
+from amp_widgets.core.number_text import time_text
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import AmpWidgetsError, RunError, SettingsError
 
@@ -105,6 +106,8 @@ def compare(
 
     Raises
     ------
+    SessionClosedError
+        When the session was closed.
     RunError
         When the session has no optimizer or several models, a step is in progress, a run is training, the model is compiled,
         the batch is no pair, or the loss is none that a backward pass can begin from.
@@ -125,9 +128,10 @@ def compare(
     limit: object = slow_step_s
     if not isinstance(limit, (int, float)) or not limit > 0:
         raise SettingsError(f"slow_step_s: got {slow_step_s!r}, expected seconds above 0, or math.inf for no limit")
-    if loop.model is None or not loop.optimizers:
-        raise RunError(f"{verb}: the session has no model and optimizer, expected AmpSession(model, optimizer), not closed")
-    model, pair = check_idle(loop, verb), check_batch(batch, verb)
+    model = check_idle(loop, verb)
+    if not loop.optimizers:
+        raise RunError(f"{verb}: the session has no optimizer, expected AmpSession(model, optimizer)")
+    pair = check_batch(batch, verb)
     check_loss_fn(loss_fn, verb)
     check_one_model(model, verb)
     check_hooks(model, verb)

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from amp_widgets.analysis.relative_error import error_text
-from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.number_text import ratio_text, time_text
+from amp_widgets.core.table import table_html, table_text
 from amp_widgets.errors import AmpWidgetsError, RunError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+
+LEAST_STEPS = 5
+"""Of fewer timed steps it is not said which is faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +100,19 @@ class Row:
 
     @property
     def time_differs(self) -> bool:
-        """Whether the middle halves of the step times, its own and the reference's, are apart from each other."""
+        """Whether the middle halves of the step times, its own and the reference's, are apart from each other.
+
+        Of a few steps that may be by chance: with fewer than `LEAST_STEPS` of either, nothing is said to differ.
+        """
         other = self.reference
-        return other is not None and (self.step_s_low > other.step_s_high or self.step_s_high < other.step_s_low)
+        if other is None or self.few_steps or other.few_steps:
+            return False
+        return self.step_s_low > other.step_s_high or self.step_s_high < other.step_s_low
+
+    @property
+    def few_steps(self) -> bool:
+        """Whether fewer than `LEAST_STEPS` were timed, which the first one of a round is not, nor is one that was skipped."""
+        return self.rounds * (self.steps - max(1, self.skipped)) < LEAST_STEPS
 
     def _ratio(self, number: Callable[[Row], float]) -> float:
         own, other = number(self), number(self if self.reference is None else self.reference)
@@ -231,17 +246,6 @@ class Comparison:
         return f"<div>{table_html(self.to_table(), words=_WORDS)}<ul>{verdict}</ul>{words}</div>"
 
 
-def time_text(duration_s: float) -> str:
-    """Three digits.
-
-    >>> time_text(0.01234), time_text(2.5), time_text(0.000_04)
-    ('12.3 ms', '2.5 s', '40 µs')
-    """
-    size, unit = next((each for each in _TIME_UNITS if duration_s >= each[0]), _TIME_UNITS[-1])
-    return f"{duration_s / size:.3g} {unit}" if duration_s < 100 * size else f"{duration_s / size:,.0f} {unit}"
-
-
-_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _HEADINGS = ("settings", "layers", "peak", "step time", "samples a second", "loss", "gradients", "skipped", "")
 _WORDS = (0, 8)
 
@@ -275,15 +279,6 @@ def _with_ratio(text: str, ratio: float) -> str:
     return text if math.isnan(ratio) else f"{text} {ratio_text(ratio)}"
 
 
-def ratio_text(ratio: float) -> str:
-    """Two decimals, as long as they say something.
-
-    >>> ratio_text(0.344), ratio_text(1234.5)
-    ('×0.34', '×1,234')
-    """
-    return f"×{ratio:.2f}" if ratio < 9.995 else f"×{ratio:,.0f}"
-
-
 def _sentence(row: Row) -> str:
     """What became of everything, in one sentence."""
     other = row.reference
@@ -292,7 +287,8 @@ def _sentence(row: Row) -> str:
     if not math.isnan(row.peak_ratio):
         parts.append(f"peak {ratio_text(row.peak_ratio)}")
     if not math.isnan(row.time_ratio):
-        unsure = "" if row.time_differs else " (within the spread)"
+        few = row.few_steps or other.few_steps
+        unsure = "" if row.time_differs else " (too few steps to tell)" if few else " (within the spread)"
         parts.append(f"time {ratio_text(row.time_ratio)}{unsure}")
     compared = f"{', '.join(parts)} of {other.label}" if parts else "neither peak nor time is known"
     if row.gradient_error == 0 and not row.nonfinite:
@@ -318,8 +314,11 @@ def _best(rows: list[Row]) -> list[str]:
     timed = [row for row in rows if not math.isnan(row.step_s)]
     if len(timed) > 1:
         fastest = min(timed, key=lambda row: row.step_s)
-        near = [row.label for row in timed if row is not fastest and row.step_s_low <= fastest.step_s_high]
+        others = [row for row in timed if row is not fastest]
+        few = [row.label for row in others if row.few_steps or fastest.few_steps]
+        near = [row.label for row in others if row.label not in few and row.step_s_low <= fastest.step_s_high]
         beside = f"; within the spread of it: {_listed(near)}" if near else ""
+        beside += f"; of too few steps to tell: {_listed(few)}" if few else ""
         sentences.append(f"Shortest step: {fastest.label}, {time_text(fastest.step_s)}{beside}.")
     return sentences
 

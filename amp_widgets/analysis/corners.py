@@ -104,15 +104,18 @@ def all_layers(layers: Sequence[Layer]) -> tuple[str, ...]:
     recompute holds it all.
     """
     whole = sum(layer.parameters for layer in layers if "." not in layer.name)
-    found: list[str] = []
+    lists: set[str] = set()  # layers around one that is structural
+    blocks: set[str] = set()  # layers around one that can be checkpointed
     for layer in layers:
-        if layer.structural or layer.why_not is not None or _is_parametrization(layer) or _inside(layer.name, found):
+        if not _is_parametrization(layer) and (layer.structural or layer.why_not is None):
+            (lists if layer.structural else blocks).update(_around(layer.name))
+    found: dict[str, None] = {}
+    for layer in layers:
+        if layer.structural or layer.why_not is not None or _is_parametrization(layer):
             continue
-        parts = [other for other in layers if other.name.startswith(f"{layer.name}.") and not _is_parametrization(other)]
-        usable = any(not part.structural and part.why_not is None for part in parts)
-        if usable and (any(part.structural for part in parts) or 2 * layer.parameters > whole):
-            continue
-        found.append(layer.name)
+        in_parts = layer.name in blocks and (layer.name in lists or 2 * layer.parameters > whole)
+        if not in_parts and not any(outer in found for outer in _around(layer.name)):
+            found[layer.name] = None
     return tuple(found)
 
 
@@ -221,5 +224,7 @@ def _is_parametrization(layer: Layer) -> bool:
     return "parametrizations" in layer.name.split(".")
 
 
-def _inside(name: str, others: Iterable[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)
+def _around(name: str) -> list[str]:
+    """The names of the layers that it is in."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from amp_widgets.analysis.batch_sizes import CancelledError
 from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.corners import Grid, LayerChoice, corners_of
 from amp_widgets.analysis.on_cuda import CudaPrediction, CudaPredictions, cuda_steps
+from amp_widgets.analysis.stoppable import CancelledError
 from amp_widgets.analysis.trial import check_idle
 from amp_widgets.core.loop import LiveLoop
 

@@ -16,7 +16,8 @@ def cuda_operators() -> OperatorOverrides:
 
     They are those of which the difference is large: dropout, whose mask has one byte an element on CUDA; attention, which does
     not hold the matrix of all pairs on CUDA, also with dropout; and softmax from float16 to float32, for which CUDA makes no
-    copy of its input. Tensors that are not fake are computed as ever.
+    copy of its input. An LSTM is taken step by step, as GRUs are: what the CPU's library, or cuDNN, keeps of it for the backward
+    pass is not known. Tensors that are not fake are computed as ever.
 
     Notes
     -----
@@ -109,11 +110,22 @@ def _attention(
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
+def _lstm(*args: Any, **kwargs: Any) -> Any:
+    """As ``lstm`` in ``aten/src/ATen/native/RNN.cpp`` where no library does it."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # of the process, but for no longer than it takes to make some tensors without numbers
+    try:
+        return _decompose(torch.ops.aten.lstm.input, args, kwargs)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 _MOST_HEAD_DIMENSIONS = 256
 _AS_ON_CUDA: dict[tuple[str, str], Callable[..., Any]] = {
     ("dropout", "default"): _dropout,
     ("softmax", "int"): _softmax,
     ("log_softmax", "int"): _log_softmax,
+    ("lstm", "input"): _lstm,
     ("scaled_dot_product_attention", "default"): _attention,
 }
 

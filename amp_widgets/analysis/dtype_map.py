@@ -12,12 +12,12 @@ import torch
 
 from amp_widgets.analysis.autocast_lists import AutocastList, autocast_list, is_left_alone, knows
 from amp_widgets.analysis.operator_watch import LOSS, MODEL, OperatorWatch, Reason, Seen
-from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, trial
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import AutocastName
+from amp_widgets.core.table import table_html, table_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,9 @@
-"""What checkpointing each layer of a model adds to a step: its forward pass once more, timed in real passes."""
+"""What checkpointing each layer of a model adds to a step: its forward pass once more, timed in real passes.
+
+The first pass after other layers were checkpointed is not like those that follow: memory that was given back to the operating
+system is asked for anew, page by page, which can take as long as what is to be measured. So passes of one kind follow each
+other, and of each such row the first does not count.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from amp_widgets.analysis.checkpoint_calls import CheckpointCall, watching_checkpoints
 from amp_widgets.analysis.trial import LossFunction, Trial, check_loss, trial
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import named_layers
 from amp_widgets.core.loop import LiveLoop
-from amp_widgets.core.recompute import recomputing
+from amp_widgets.core.recompute import Recomputable, recomputing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +38,19 @@ class ExtraTimes:
         Of each layer, all its calls in a forward pass together: the median over some passes.
     calls
         Of each layer in a pass.
+    again_s
+        The same where it was computed again in a backward pass, as a checkpointed layer or in one; up to the last tensor that is
+        needed, where that ends it. Layers that were not are not here.
+    slower
+        So many times its forward pass a layer takes when it is computed again, by those that were in full.
     call_s
         What one call of a checkpointed layer takes besides: keeping what it needs, and being called again.
     together_s
-        What both passes took longer with `together` checkpointed: the median over some pairs of runs; NaN if that was not tried.
+        What both passes take longer with `together` checkpointed; NaN if that was not tried.
     together
         Some layers.
     factor
-        A layer that is computed again takes so many times its forward pass.
+        What is computed again takes so many times as long, all in all.
     obtained
         How: a few words.
     """
@@ -46,6 +58,8 @@ class ExtraTimes:
     forward_s: Mapping[str, float]
     calls: Mapping[str, int]
     call_s: float
+    again_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    slower: float = 1.0
     together_s: float = math.nan
     together: tuple[str, ...] = ()
     factor: float = 1.0
@@ -55,7 +69,10 @@ class ExtraTimes:
         """What checkpointing a layer adds to a step, 0 if it is not called; `spared` are layers in it that are not run again."""
         if not self.calls.get(name):
             return 0.0
-        again = self.forward_s[name] - sum(self.forward_s.get(each, 0.0) for each in spared)
+        if name in self.again_s:  # what is spared was not run again then, or was, as other layers came after it
+            again = self.again_s[name] - sum(self.again_s.get(each, 0.0) for each in spared)
+        else:
+            again = self.slower * (self.forward_s[name] - sum(self.forward_s.get(each, 0.0) for each in spared))
         return self.factor * (max(0.0, again) + self.calls[name] * self.call_s)
 
     def scaled(self, spared: Callable[[str], Iterable[str]]) -> ExtraTimes:
@@ -66,22 +83,33 @@ class ExtraTimes:
         sum_s = sum(self.cost_s(name, spared=spared(name)) for name in self.together)
         if not (math.isfinite(self.together_s) and sum_s > 0):
             return self
-        factor = self.factor * min(max(self.together_s / sum_s, 1 / _MOST_FACTOR), _MOST_FACTOR)
-        text = (
-            f"{self.obtained}, times {factor:.2f}: so much longer these passes took with {len(self.together)} layers checkpointed"
-        )
+        factor = self.factor * max(self.together_s / sum_s, _LEAST_FACTOR)
+        text = f"{self.obtained}, times {factor:.2f}: so much these come to where {len(self.together)} of them are checkpointed"
         return dataclasses.replace(self, factor=factor, obtained=text)
 
 
-def extra_times(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, together: Sequence[str] = ()) -> ExtraTimes:
+def extra_times(
+    loop: LiveLoop,
+    batch: Any,
+    loss_fn: LossFunction,
+    *,
+    verb: str,
+    together: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
+) -> ExtraTimes:
     """Time the layers in some real forward and backward passes; model, optimizers and random states are as before afterwards.
+
+    What is computed again with `together` checkpointed is timed where it is, in the backward pass. The pairs of whole passes,
+    with and without, have the last word where most of them agree that it comes to more, or to less, than that.
 
     Parameters
     ----------
     loop, batch, loss_fn, verb
         As in `amp_widgets.analysis.trial.trial`.
     together
-        Layers, none within another, to be checkpointed in every second pass.
+        Layers, none within another, to be checkpointed in every second row of passes.
+    check
+        Called before each pass; what it raises ends it.
 
     Raises
     ------
@@ -90,34 +118,58 @@ def extra_times(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str,
     """
     together = tuple(together)
     with trial(loop, batch, loss_fn, verb=verb) as tried:
-        passes = _Passes(tried, loop)
+        passes = _Passes(tried, loop, check)
         try:
             pairs = passes.pairs(together)
         except torch.OutOfMemoryError:  # without checkpointing
-            pairs = [(one, None) for one in passes.alike(together)]
-    counted = [plain.layers_s() for plain, _ in pairs]
+            pairs = passes.alike(together)
+    counted = [plain.calls.seconds() for plain, _ in pairs]
     names = dict.fromkeys(name for one in counted for name in one)
-    more = [other.whole_s() - plain.whole_s() for plain, other in pairs if other is not None]
+    forward_s = _medians(counted)
+    again_s = _medians([other.again.seconds() for _, other in pairs])
+    in_full = again_s.keys() & forward_s.keys() - {name for _, other in pairs for name in other.again.broken_off}
+    whole_s = sum(forward_s[name] for name in in_full)
     with torch.random.fork_rng(devices=[loop.device] if loop.device.type == "cuda" else []):
         call_s = _call_s(loop.device)
     return ExtraTimes(
-        forward_s={name: statistics.median(sum(one.get(name, ())) for one in counted) for name in names},
+        forward_s=forward_s,
         calls={name: max(len(one.get(name, ())) for one in counted) for name in names},
         call_s=call_s,
-        together_s=statistics.median(more) if more else math.nan,
-        together=together if more else (),
+        again_s=again_s,
+        slower=sum(again_s[name] for name in in_full) / whole_s if whole_s > 0 else 1.0,
+        together_s=_together_s(pairs, call_s) if together else math.nan,
+        together=together,
         obtained=(
-            f"each layer's forward pass timed on {loop.device}, median of {len(counted)} real passes, plus {1e3 * call_s:.2f} ms "
-            "for each call"
+            f"layers timed on {loop.device} where they are computed again, or else in the forward pass, median of {len(counted)} "
+            f"real passes, plus {1e3 * call_s:.2f} ms for each call"
         ),
     )
 
 
-_FEWEST_PAIRS, _MOST_PAIRS = 3, 9
+def _medians(passes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Of each layer, of the sums of its calls."""
+    names = dict.fromkeys(name for one in passes for name in one)
+    return {name: statistics.median(sum(one.get(name, ())) for one in passes) for name in names}
+
+
+def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
+    """What passes with some layers checkpointed take more: what these compute again, as far as the pairs do not contradict."""
+    again_s = statistics.median(other.again_s() + len(other.recomputes) * call_s for _, other in pairs)
+    more_s = [other.whole_s() - plain.whole_s() for plain, other in pairs if plain is not other]
+    if not more_s:
+        return again_s or math.nan
+    low, high = np.quantile(more_s, (0.25, 0.75)).tolist()
+    return float(min(max(again_s, low), high)) if again_s > 0 else statistics.median(more_s)
+
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 6
+_IN_A_ROW = 2
+"""Passes of a kind that count, one after the other."""
 _PASSES_S = 1.0
-"""After this time there are no more passes, if there were enough."""
+"""After this time there are no more passes, if there were enough; and of slower ones, fewer in a row."""
 _REPETITIONS = 12
-_MOST_FACTOR = 3.0
+_LEAST_FACTOR = 0.05
+"""On a machine that is busy with something else, passes that do more may take less time; what costs nothing would be chosen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,79 +178,143 @@ class _Pass:
 
     begin: Any
     end: Any
-    calls: Mapping[str, Sequence[tuple[Any, Any]]]
-
-    def layers_s(self) -> dict[str, list[float]]:
-        """Seconds of each call of each layer in the forward pass."""
-        return {name: [_seconds(*call) for call in calls] for name, calls in self.calls.items()}
+    calls: _Calls
+    again: _Calls
+    recomputes: Sequence[tuple[Any, Any]]
 
     def whole_s(self) -> float:
         """Of both passes."""
         return _seconds(self.begin, self.end)
 
+    def again_s(self) -> float:
+        """Seconds of all calls of checkpointed layers that were computed again."""
+        return sum(_seconds(*call) for call in self.recomputes)
+
+
+class _Calls:
+    """The beginning and the end of each call of each layer, as moments."""
+
+    def __init__(self) -> None:
+        self.broken_off: set[str] = set()
+        """Layers in which something has ended the pass."""
+        self._moments: dict[str, list[tuple[Any, Any]]] = {}
+
+    def add(self, name: str, begun: Any, ended: Any) -> None:
+        """One more."""
+        self._moments.setdefault(name, []).append((begun, ended))
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Of each call of each layer."""
+        return {name: [_seconds(*call) for call in calls] for name, calls in self._moments.items()}
+
 
 class _Passes:
-    """Runs passes, the first of which, with cold memory and caches, do not count."""
+    """Runs passes of a kind, the first of which does not count."""
 
-    def __init__(self, tried: Trial, loop: LiveLoop) -> None:
+    def __init__(self, tried: Trial, loop: LiveLoop, check: Callable[[], None]) -> None:
         self._tried = tried
+        self._check = check
         self._autocast = loop.settings.autocast
         self._names = {id(module): name for name, module in named_layers(tried.model).items()}
         self._now: Callable[[], Any] = _event if loop.device.type == "cuda" else time.perf_counter
 
-    def pairs(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass | None]]:
-        """Passes with no layer checkpointed, each followed by one with these, if there are any."""
+    def pairs(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
+        """Passes with no layer checkpointed, each with one with these; with the same again if there are none."""
 
-        def pair() -> tuple[_Pass, _Pass | None]:
-            return self._run(()), self._run(names) if names else None
+        def pairs(count: int) -> list[tuple[_Pass, _Pass]]:
+            plain = self._row((), count)
+            return list(zip(plain, self._row(names, count) if names else plain, strict=True))
 
-        return self._some(pair)
+        return self._rounds(pairs)
 
-    def alike(self, names: Sequence[str]) -> list[_Pass]:
-        """Passes with these checkpointed."""
-        return self._some(lambda: self._run(names))
+    def alike(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
+        """Passes with these checkpointed, each twice."""
+        return self._rounds(lambda count: [(each, each) for each in self._row(names, count)])
 
-    def _some(self, run: Callable[[], _T]) -> list[_T]:
+    def _rounds(self, run: Callable[[int], list[tuple[_Pass, _Pass]]]) -> list[tuple[_Pass, _Pass]]:
         begun_s = time.perf_counter()
-        found = [run()]
-        while len(found) <= _FEWEST_PAIRS or (len(found) <= _MOST_PAIRS and time.perf_counter() - begun_s < _PASSES_S):
-            found.append(run())
-        return found[1:]
+        found: list[tuple[_Pass, _Pass]] = []
+        for done in range(_MOST_ROUNDS):
+            passed_s = time.perf_counter() - begun_s
+            if done >= _FEWEST_ROUNDS and passed_s > _PASSES_S:
+                break
+            found += run(1 if passed_s > 2 * _PASSES_S > 0 else _IN_A_ROW)
+        return found
 
-    def _run(self, names: Sequence[str]) -> _Pass:
+    def _row(self, names: Sequence[str], count: int) -> list[_Pass]:
         self._tried.checkpoint(names)
+        self._run()
+        return [self._run() for _ in range(count)]
+
+    def _run(self) -> _Pass:
+        self._check()
         self._tried.begin()
-        with _timed(self._names, self._now) as calls:
+        calls, again = _Calls(), _Calls()
+        with _timed(self._names, self._now, calls, again), _timed_again(self._names, self._now, again) as recomputes:
             begin = self._now()
             check_loss(self._tried.forward(self._autocast)).backward()
             end = self._now()
-        return _Pass(begin=begin, end=end, calls=calls)
-
-
-_T = TypeVar("_T")
+        return _Pass(begin=begin, end=end, calls=calls, again=again, recomputes=recomputes)
 
 
 @contextlib.contextmanager
-def _timed(names: Mapping[int, str], now: Callable[[], Any]) -> Iterator[dict[str, list[tuple[Any, Any]]]]:
-    """The beginning and the end of each call of a layer in a forward pass within."""
-    calls: dict[str, list[tuple[Any, Any]]] = {}
+def _timed(names: Mapping[int, str], now: Callable[[], Any], calls: _Calls, again: _Calls) -> Iterator[None]:
+    """Note the calls of layers in a forward pass within, and those that are parts of a recompute."""
     open_calls: list[tuple[int, Any]] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        if id(module) in names and not recomputing():
+        if id(module) in names:
             open_calls.append((id(module), now()))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if open_calls and open_calls[-1][0] == id(module):
-            ended = now()
-            calls.setdefault(names[id(module)], []).append((open_calls.pop()[1], ended))
+            ended, name = now(), names[id(module)]
+            kept = again if recomputing() else calls
+            kept.add(name, open_calls.pop()[1], ended)
+            if output is None:  # also when a recompute has all that it needs
+                kept.broken_off.add(name)
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
     try:
-        yield calls
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _timed_again(names: Mapping[int, str], now: Callable[[], Any], again: _Calls) -> Iterator[list[tuple[Any, Any]]]:
+    """Note the calls of checkpointed layers that are computed again within; gives the moments of all of them."""
+    recomputes: list[tuple[Any, Any]] = []
+
+    def begins(call: CheckpointCall) -> tuple[Callable[..., Any], Callable[[], None]]:
+        recomputable = call.function
+        if not isinstance(recomputable, Recomputable):  # the user's own, which is there without these, too
+            return recomputable, _nothing
+        name = names.get(id(recomputable.layer))
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = now()
+            try:
+                output = recomputable(*args, **kwargs)
+            except BaseException:  # most end so, when the last tensor that is needed is there
+                again.broken_off.add(str(name))
+                raise
+            else:
+                return output
+            finally:
+                recomputes.append((begun, now()))
+                if name is not None:
+                    again.add(name, *recomputes[-1])
+
+        return timed, _nothing
+
+    with watching_checkpoints(begins):
+        yield recomputes
+
+
+def _nothing() -> None:
+    """Nothing is to be done at the end of a forward pass."""
 
 
 def _event() -> torch.cuda.Event:
@@ -229,10 +345,10 @@ def _call_s(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begun_s
 
-    medians = []
+    shortest = []  # as a pass this short is only ever made longer
     for names in ((), ("0",)):
         checkpointing.apply(names)
         pass_s()
-        medians.append(statistics.median(pass_s() for _ in range(_REPETITIONS)))
+        shortest.append(min(pass_s() for _ in range(_REPETITIONS)))
     checkpointing.close()
-    return max(0.0, medians[1] - medians[0])
+    return max(0.0, shortest[1] - shortest[0])

@@ -438,6 +438,11 @@ def because_of(error: Exception) -> str:
         return str(error)
     operator = getattr(error, "func", None)
     if isinstance(error, DataDependentOutputException):
+        if _is_in(error, "_detect_is_causal_mask"):
+            return (
+                "torch looks at the numbers in a mask to see whether it is causal, and fake tensors have none; the model can say "
+                "so: pass tgt_is_causal=True or False (in an encoder is_causal) beside the mask"
+            )
         return f"the step asks for a number in a tensor ({operator}), and fake tensors have none"
     if isinstance(error, DynamicOutputShapeException):
         return f"the size of what {operator} gives depends on the numbers in a tensor, and fake tensors have none"
@@ -445,6 +450,14 @@ def because_of(error: Exception) -> str:
         return f"torch has no fake of the operator {operator}"
     lines = str(error).strip().splitlines()
     return f"on fake tensors it raises {type(error).__name__}{f': {lines[0]}' if lines else ''}"
+
+
+def _is_in(error: Exception, function: str) -> bool:
+    """Whether it was raised in a function, or in what that called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_name != function:
+        trace = trace.tb_next
+    return trace is not None
 
 
 _SOURCE = "predicted: live bytes of fake tensors, counted exactly after each op (dispatch mode)"

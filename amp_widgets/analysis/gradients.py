@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from amp_widgets.analysis.table import table_html, table_text
-from amp_widgets.core.gradient_probe import (
+from amp_widgets.core.globs import is_glob, parts_match
+from amp_widgets.core.gradient_counts import (
     BUCKETS,
     HIGHEST_EXPONENT,
     INF_BUCKET,
@@ -29,8 +29,8 @@ from amp_widgets.core.gradient_probe import (
     GradientCounts,
     larger,
 )
-from amp_widgets.core.layers import is_glob, parts_match
 from amp_widgets.core.settings import format_scale
+from amp_widgets.core.table import table_html, table_text
 from amp_widgets.errors import FormatError, LayerError
 
 HalfFormat = Literal["fp16", "bf16"]
@@ -280,7 +280,7 @@ class GradientRange:
 
     @classmethod
     def of(cls, counts: GradientCounts) -> GradientRange:
-        """What a `GradientProbe` has counted."""
+        """What a `GradientProbe` has counted: its `counts`."""
         rows = [_layer_range(row, counts.scale) for row in counts.rows]
         return cls(
             step=counts.step,
@@ -345,7 +345,7 @@ class GradientRange:
         return hidden > HIDDEN * sum(row.elements for row in self.at_stake)
 
     def matching(self, pattern: str) -> GradientRange:
-        """Of layers that fit a glob as it is used for checkpointing, or several with spaces between; without ``*``, ``?`` and
+        """Of layers that fit the `pattern`: a glob as it is used for checkpointing, or several with spaces between; without ``*``, ``?`` and
         ``[`` a part of the name is enough. An empty one fits all."""
         patterns = pattern.replace(",", " ").split()
         if not patterns:
@@ -359,7 +359,7 @@ class GradientRange:
         )
 
     def layer(self, name: str, family: Family = "output") -> LayerRange:
-        """One layer, its formats taken together.
+        """The layer of this `name`, its formats taken together; `family` says whether of its outputs or its parameters.
 
         Raises
         ------
@@ -377,7 +377,7 @@ class GradientRange:
         return together(self.at_stake, "", scale=self.scale)
 
     def shares(self, scale: float | None = None, format: HalfFormat = "fp16") -> Shares:
-        """Of all outputs that are `at_stake`; see `LayerRange.shares`."""
+        """Of all outputs that are `at_stake`, at a `scale` in a `format`; see `LayerRange.shares`."""
         return self.total.shares(scale, format)
 
     def safe_scale(self, *, margin: float = 2.0, format: HalfFormat = "fp16") -> SafeScale:
@@ -387,6 +387,8 @@ class GradientRange:
         ----------
         margin
             How much larger gradients may become without overflowing; at least 1.
+        format
+            ``"fp16"`` or ``"bf16"``.
 
         Raises
         ------
@@ -414,11 +416,11 @@ class GradientRange:
         return next((row for row in self.outputs if not row.finite), None)
 
     def sentences(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[str, ...]:
-        """In words what a format makes of the gradients at a scale, in all."""
+        """In words what a `format` makes of the gradients at a `scale` (None: the one that they had), in all."""
         return tuple(_sentences(self, self.scale if scale is None else scale, format))
 
     def worst(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[tuple[LayerRange, Shares], ...]:
-        """The outputs `at_stake` with their shares: first those that overflow most, or whose parameters do, then those that lose
+        """The outputs `at_stake` with their shares in a `format` at a `scale`: first those that overflow most, or whose parameters do, then those that lose
         most."""
         rows = [(row, row.shares(scale, format)) for row in self.at_stake]
         too_large = {name.rpartition(".")[0] or MODEL for name in self.overflowing(scale, format)}

@@ -27,7 +27,7 @@ InspectionKind = Literal[
 ]
 """``precision`` is what fp16 and bf16 cost against fp32, ``precision_fp64`` what these two and fp32 cost against fp64."""
 TAKES_LONG: frozenset[InspectionKind] = frozenset({"plan", "largest_batch", "predict_on_cuda"})
-"""Seconds, or minutes; and all but a plan can be cancelled."""
+"""Seconds, or minutes; they can be cancelled."""
 
 Result = DtypeMap | ParityReport | Findings | PrecisionReport | Plan | BatchSizes | CudaPredictions
 
@@ -66,7 +66,7 @@ class Inspections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[InspectionKind, Inspection] = {}
-        self._asked: dict[InspectionKind, Mapping[str, Any]] = {}  # how, of what has not begun
+        self._asked: dict[InspectionKind, Mapping[str, Any] | None] = {}  # how, of what has not begun; None: not to be made
         self._begun: dict[InspectionKind, Mapping[str, Any]] = {}
         self._plans = Plans()
 
@@ -80,17 +80,20 @@ class Inspections:
         It has not while another of its kind has not begun, in whose place it is made, or while the same is being made.
         """
         with self._lock:
-            if kind in self._asked or self._begun.get(kind) == options:
+            if kind in self._asked or (self._begun.get(kind) == options and not self.of(kind).cancelling):
                 if kind in self._asked:
                     self._asked[kind] = options
+                    self._put(kind, pending=True, cancelling=kind in self._begun and self.of(kind).cancelling)
                 return False
             self._asked[kind] = options
             self._put(kind, pending=True)
             return True
 
     def cancel(self, kind: InspectionKind) -> None:
-        """End the one that is being made as soon as can be; nothing happens where there is none."""
+        """End the one that is being made as soon as can be, and make none that waits; nothing happens where there is none."""
         with self._lock:
+            if kind in self._asked and kind in self._begun:
+                self._asked[kind] = None
             if self.of(kind).pending:
                 self._put(kind, cancelling=True)
 
@@ -129,7 +132,10 @@ class Inspections:
         """
         why_not: str | None = f"{kind}: it was interrupted"
         with self._lock:
-            options = self._begun[kind] = self._asked.pop(kind, {})
+            options = self._asked.pop(kind, {})
+            if options is None:
+                return
+            self._begun[kind] = options
         try:
             self.keep(kind, self._maker(kind, stopping)(loop, batch, loss_fn, **options), loop.step)
             why_not = None
@@ -141,19 +147,23 @@ class Inspections:
         finally:
             with self._lock:
                 del self._begun[kind]
-                self._put(kind, pending=kind in self._asked, why_not=why_not, progress=None, cancelling=False)
+                self._put(kind, pending=self._asked.get(kind) is not None, why_not=why_not, progress=None, cancelling=False)
 
     def _maker(self, kind: InspectionKind, stopping: Callable[[], bool]) -> Callable[..., Result]:
-        if kind == "plan":
-            return self._plans.plan
         if kind not in TAKES_LONG:
             return _MAKE[kind]
+
+        def cancelled() -> bool:
+            return self.of(kind).cancelling or stopping()
+
+        if kind == "plan":
+            return partial(self._plans.plan, cancelled=cancelled)
         newest = self.of("plan").result
         return partial(
             _MAKE[kind],
             planned=newest if isinstance(newest, Plan) else None,
             on_progress=partial(self._tell, kind),
-            cancelled=lambda: self.of(kind).cancelling or stopping(),
+            cancelled=cancelled,
         )
 
     def _tell(self, kind: InspectionKind, progress: Progress) -> None:

@@ -17,7 +17,6 @@ from amp_widgets.analysis.cuda_operators import cuda_operators
 from amp_widgets.analysis.cuda_policy import cuda_policy
 from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, PredictedStep, fake_steps
 from amp_widgets.analysis.held_interrupt import interrupts_held
-from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import check_idle, check_not_compiled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.caching_allocator import replay_training
@@ -26,6 +25,7 @@ from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.memory.step_mode import operator_name
 from amp_widgets.core.memory.step_record import StepRecord
 from amp_widgets.core.settings import AutocastName, describe_settings
+from amp_widgets.core.table import table_html, table_text
 from amp_widgets.errors import RunError
 
 LABEL = "predicted for CUDA, not measured"
@@ -270,8 +270,11 @@ def _left_out(record: StepRecord) -> tuple[str, ...]:
             "the scratch of attention's backward pass; attention itself is taken to run in a fused kernel, as from Ampere on, "
             "and not to hold the matrix of all pairs"
         )
-    if any("lstm" in name or "gru" in name or "rnn" in name for name in operators):
-        found.append("how cuDNN keeps recurrent layers: their weights and reserve space are laid out in another way")
+    if _RECURRENT & {*record.facts.types, record.facts.model_type}:
+        found.append(
+            "how cuDNN keeps recurrent layers: their weights and reserve space are laid out in another way; what they keep is "
+            "taken to be what torch's own formulas keep of each time step"
+        )
     found += [
         "what operators allocate for themselves while they run, and give back",
         "the CUDA context and the code of its libraries: some hundred MB of the device, which torch does not count",
@@ -283,6 +286,7 @@ def _left_out(record: StepRecord) -> tuple[str, ...]:
     return tuple(found)
 
 
+_RECURRENT = {"LSTM", "GRU", "RNN"}
 _HEADINGS = ("settings", "batch", "tensors", "allocated", "reserved")
 _WORDS = (0,)
 _COUNTER_BYTES = 8

@@ -12,11 +12,11 @@ import torch
 
 from amp_widgets.analysis.autocast_lists import left_alone_text
 from amp_widgets.analysis.relative_error import RelativeError, error_text
-from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, loss_scale, trial
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings, format_scale
+from amp_widgets.core.table import table_html, table_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

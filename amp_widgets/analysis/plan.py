@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_widgets.analysis.choice import ChosenBy
-from amp_widgets.analysis.table import table_html, table_text
+from amp_widgets.core.memory.budget import told_apart
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.table import table_html, table_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +84,11 @@ class Plan:
     autocast
         The format in force.
     fits
-        Whether the predicted peak is within the budget. Where it is not, the plan can be requested all the same.
+        Whether the predicted peak is within the budget. Where it is not, a request for the plan is refused; one for its
+        `layers` is not.
     least_peak_bytes
-        The lowest predicted peak that was found with any set of layers; budgets below it do not fit.
+        The lowest peak of the steps that were predicted, with the set among them that is the least by estimate: about the least
+        budget that fits.
     obtained
         How the numbers were obtained: a sentence.
     chosen_by
@@ -131,8 +134,7 @@ class Plan:
         return [_HEADINGS, *rows]
 
     def __str__(self) -> str:
-        budget = memory_text(self.budget_bytes)
-        peak = memory_text(self.predicted_peak_bytes)
+        budget, peak = told_apart(self.budget_bytes, self.predicted_peak_bytes)
         names = _listed(self.layers)
         if self.fits and not self.layers:
             return f"plan for {budget} in {self.autocast}: it fits as it is, with a predicted peak of {peak}"
@@ -140,7 +142,8 @@ class Plan:
         more = f"about {duration_text(self.predicted_extra_seconds)} more a step"
         if self.fits:
             return f"plan for {budget} in {self.autocast}: {what}; predicted peak {peak}, {more}"
-        least = f"the least is {memory_text(self.least_peak_bytes)}"
+        budget, lowest = told_apart(self.budget_bytes, self.least_peak_bytes)
+        least = f"the least is {lowest}"
         nearest = f", with {len(self.layers)} of {self.candidates} layers checkpointed ({names})" if self.layers else ""
         helps = [f"{each.label}: {memory_text(each.peak_bytes)}" for each in self.alternatives if each.fits]
         advice = f"; what would fit instead: {', '.join(helps)}" if helps else ""

@@ -18,6 +18,7 @@ from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
 from amp_widgets.analysis.loop_memory import NOTHING_BESIDES, Expected, besides_of, newest_peaks
 from amp_widgets.analysis.peak_model import PeakModel, first_step_peak
 from amp_widgets.analysis.plan import CURVE, PLAN, Alternative, Plan, PlanPoint
+from amp_widgets.analysis.stoppable import CancelledError, check_not_cancelled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.budget import checked_budget
 from amp_widgets.core.settings import AutocastName
@@ -25,7 +26,14 @@ from amp_widgets.core.settings import AutocastName
 Layers = tuple[str, ...]
 
 
-def plan(loop: LiveLoop, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> Plan:
+def plan(
+    loop: LiveLoop,
+    *,
+    budget_bytes: float,
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Plan:
     """Choose the layers to checkpoint so that a step stays within a budget and takes as little longer as can be.
 
     A step without checkpointing is predicted on fake tensors, with the other settings as they are in force. It tells what each
@@ -51,18 +59,22 @@ def plan(loop: LiveLoop, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn
         ``(inputs, targets)``.
     loss_fn
         ``loss_fn(model(inputs), targets)``.
+    cancelled
+        Asked before every step, pass and search; True ends it.
 
     Raises
     ------
     SettingsError
         When the budget is no number of bytes above 0.
+    CancelledError
+        When it was cancelled.
     RunError
         When the session has no optimizer or several models, a step is in progress, the model is compiled, the batch is no pair,
         or the loss is none that a backward pass can begin from.
     """
     budget = checked_budget(budget_bytes, "plan")
     with planning(loop, batch, loss_fn) as planner:
-        return planner.plan(budget)
+        return planner.plan(budget, cancelled=cancelled)
 
 
 @contextlib.contextmanager
@@ -103,6 +115,7 @@ class Planner:
 
     def __init__(self, loop: LiveLoop, steps: FakeSteps, batch: Any, loss_fn: Any) -> None:
         self._loop = loop
+        self._cancelled: Callable[[], bool] = lambda: False
         self._steps = steps
         self._batch = batch
         self._loss_fn = loss_fn
@@ -112,17 +125,20 @@ class Planner:
         self._begun_s = 0.0
         self._besides = NOTHING_BESIDES
 
-    def plan(self, budget_bytes: float) -> Plan:
-        """The plan for a budget; see `plan`.
+    def plan(self, budget_bytes: float, *, cancelled: Callable[[], bool] = lambda: False) -> Plan:
+        """The plan for a budget; see `plan`. After it was cancelled, this planner is not to be used any more.
 
         Raises
         ------
         SettingsError
             When the budget is no number of bytes above 0.
+        CancelledError
+            When it was cancelled.
         RunError
             As `plan` does.
         """
         self._budget = checked_budget(budget_bytes, "plan")
+        self._cancelled = cancelled
         self._begun_s = time.perf_counter()
         settings = self._loop.settings
         if self._learned_for != (settings.autocast, settings.fp32_layers):
@@ -136,6 +152,8 @@ class Planner:
         if best is None:
             least = self._least()
             best = least if self._peaks[least] <= self._budget else None
+        else:
+            self._peak(self._least_by_estimate())
         if best is not None:
             best = self._improved(best)
         chosen = least if best is None else best
@@ -147,7 +165,7 @@ class Planner:
             predicted_extra_seconds=self._cost_s(chosen),
             autocast=settings.autocast,
             fits=best is not None,
-            least_peak_bytes=min(self._peaks.values()) if best is None else min(point.peak_bytes for point in points),
+            least_peak_bytes=min(self._peaks.values()),
             obtained=self._obtained(),
             chosen_by=by,
             candidates=self._candidates,
@@ -167,7 +185,7 @@ class Planner:
         self._besides = NOTHING_BESIDES
         self._learn_peaks()
         everything = all_layers(layers)
-        times = extra_times(loop, self._batch, self._loss_fn, verb="plan", together=everything)
+        times = extra_times(loop, self._batch, self._loss_fn, verb="plan", together=everything, check=self._check)
         self._times: ExtraTimes = times.scaled(self._model.spared)
         self._learn_choice()
         parts = [name for name in everything if name in self._model.names]
@@ -182,7 +200,7 @@ class Planner:
     def _learn_peaks(self) -> None:
         """Predict a step with no layer checkpointed, with gradients kept or not."""
         self._steps.keeps_gradients = self._besides.keeps_gradients
-        base = self._steps.step(checkpointed=())
+        base = self._predict(checkpointed=())
         self._known[self._besides.keeps_gradients, ()] = _expected(base)
         self._peaks: dict[Layers, float] = {(): self._besides.promised(base.peak_bytes)}
         self._model = _model_of(base, self._usable)
@@ -195,7 +213,15 @@ class Planner:
             change_bytes=model.change_bytes,
             cost_s=np.array([self._cost_s([name]) for name in model.names]),
             exclusive=model.nested(),
+            check=self._check,
         )
+
+    def _predict(self, **settings: Any) -> PredictedStep:
+        self._check()
+        return self._steps.step(**settings)
+
+    def _check(self) -> None:
+        check_not_cancelled(self._cancelled, "plan")
 
     def _compare_with_run(self) -> None:
         """Find what the loop holds besides a plain step, and count it in all peaks."""
@@ -221,7 +247,7 @@ class Planner:
         if key not in self._known:
             before, self._steps.keeps_gradients = self._steps.keeps_gradients, keeps_gradients
             try:
-                self._known[key] = _expected(self._steps.step(checkpointed=layers))
+                self._known[key] = _expected(self._predict(checkpointed=layers))
             finally:
                 self._steps.keeps_gradients = before
         return self._known[key]
@@ -407,7 +433,9 @@ class Planner:
     def _peak_of(self, layers: Layers, **other: Any) -> float | None:
         """Of a step that is not the one in question; None where it cannot be run, as one with a batch of 1 often cannot."""
         try:
-            return self._besides.promised(_first_peak(self._steps.step(checkpointed=layers, **other)))
+            return self._besides.promised(_first_peak(self._predict(checkpointed=layers, **other)))
+        except CancelledError:
+            raise
         except Exception:  # the user's own code may raise anything with other sizes
             return None
 

@@ -26,7 +26,13 @@ class Plans:
         self._learned_for: Hashable = None
 
     def plan(
-        self, loop: LiveLoop, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], *, budget_bytes: float
+        self,
+        loop: LiveLoop,
+        batch: tuple[Any, Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        budget_bytes: float,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Plan:
         """The plan for a budget; see `amp_widgets.analysis.planner.plan`."""
         learned_for = _signature(loop, batch, loss_fn)
@@ -35,7 +41,7 @@ class Plans:
             self._planner = self._open.enter_context(planning(loop, batch, loss_fn))
             self._learned_for = learned_for
         try:
-            return self._planner.plan(budget_bytes)
+            return self._planner.plan(budget_bytes, cancelled=cancelled)
         except BaseException:  # it may have been left in the middle of something
             self.forget()
             raise

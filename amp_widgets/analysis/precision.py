@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.autocast_lists import left_alone_text
 from amp_widgets.analysis.relative_error import RelativeError, error_text
-from amp_widgets.analysis.table import table_html, table_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, Trial, loss_scale, trial
 from amp_widgets.core.autocast import DTYPES
 from amp_widgets.core.layers import inner_model, is_structural, named_layers
@@ -25,6 +24,7 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.recompute import recomputing
 from amp_widgets.core.settings import AUTOCAST_NAMES, AutocastName, format_scale
+from amp_widgets.core.table import table_html, table_text
 from amp_widgets.errors import RunError, SettingsError
 
 
@@ -111,11 +111,11 @@ class PrecisionReport:
         return (*known, *(f"{name} was not run: {reason}." for name, reason in self.skipped.items()), *self.notes)
 
     def of(self, name: str) -> tuple[LayerPrecision, ...]:
-        """The layers in one format, worst first."""
+        """The layers in the format of this name, worst first."""
         return tuple(layer for layer in self.layers if layer.format == name)
 
     def layer(self, name: str, format: str) -> LayerPrecision:
-        """One layer in one format.
+        """The layer of this `name` in one `format`.
 
         Raises
         ------

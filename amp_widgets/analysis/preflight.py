@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from amp_widgets.analysis.rehearsal import LOSS, MODEL, Rehearsal, rehearse
-from amp_widgets.analysis.table import table_html
 from amp_widgets.analysis.trial import LossFunction, check_batch, check_idle, check_loss_fn, is_compiled_function, trial
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
@@ -24,6 +23,7 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.compiled import is_compiled
 from amp_widgets.core.models import Together
 from amp_widgets.core.settings import AutocastName, Settings
+from amp_widgets.core.table import table_html
 
 Severity = Literal["error", "warning", "info"]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-from amp_widgets.core.layers import is_glob, parts_match
+from amp_widgets.core.globs import is_glob, parts_match
 from amp_widgets.core.memory.profile import LayerProfile, StepProfile, check_profile, memory_text
 from amp_widgets.errors import AmpWidgetsError, LayerError
 
@@ -75,7 +75,7 @@ class LayerProfiles(Sequence[LayerProfile]):
 
     @classmethod
     def of(cls, profile: StepProfile, pattern: str = "**") -> LayerProfiles:
-        """Those whose name fits a name or glob: ``*`` stands for one part of a dotted name, ``**`` for any number of parts.
+        """Those of a `profile` whose name fits `pattern`, a name or glob: ``*`` stands for one part of a dotted name, ``**`` for any number of parts.
 
         The model itself is ``"(model)"``, and among globs in ``"**"`` alone.
 

@@ -236,8 +236,8 @@ def _positive_int(name: str, value: object) -> int:
 def _planned_layers(planned: Planned) -> Iterable[str]:
     if not getattr(planned, "fits", True):
         raise SettingsError(
-            f"checkpointed: got a plan that does not keep within its budget, expected one that fits. {planned}. To checkpoint its "
-            "layers all the same, request checkpointed=plan.layers"
+            f"checkpointed: got a plan that does not keep within its budget, expected one that fits. {planned}. To checkpoint "
+            "its layers all the same, request checkpointed=plan.layers"
         )
     return planned.layers
 

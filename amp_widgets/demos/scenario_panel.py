@@ -110,14 +110,14 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is measured; whether it is."""
+        """Wait until it is measured, at most `timeout_s`; whether it is."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
         return self._measured
 
     def on_session(self, call: Callable[[AmpSession], None]) -> None:
-        """Have it called with each session that takes the place of the one before."""
+        """Have `call` called with each session that takes the place of the one before."""
         self._listeners.append(call)
 
     def close(self) -> None:

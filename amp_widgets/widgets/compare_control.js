@@ -88,7 +88,7 @@ export default {
           h("td", { class: `ampw-number ${className}`, title }, text, ...(below ? [h("small", {}, below)] : []));
         const element = h("tr", {}, head,
           cell(row.peak), cell(row.peak_ratio), cell(row.time, row.spread),
-          cell(row.time_ratio, "", row.unsure ? "ampw-unsure" : "", row.unsure ? "Within the spread of fp32/none: which is faster is not known" : null),
+          cell(row.time_ratio, "", row.unsure ? "ampw-unsure" : "", row.unsure || null),
           cell(row.samples), cell(row.loss), cell(row.gradients, row.remark), cell(row.skipped), h("td", {}, use));
         uses.push({ use, element });
         return element;

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
-from amp_widgets.analysis.comparison import Comparison, Row, ratio_text, time_text
+from amp_widgets.analysis.comparison import LEAST_STEPS, Comparison, Row
 from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.corners import all_layers
 from amp_widgets.analysis.progress_bar import left_text
 from amp_widgets.analysis.relative_error import error_text
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.number_text import ratio_text, time_text
 from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
@@ -275,13 +276,23 @@ def _row(row: Row) -> dict[str, Any]:
         "time": _or_dash(time_text(row.step_s), row.step_s),
         "spread": _or_dash(f"{time_text(row.step_s_low)} to {time_text(row.step_s_high)}", row.step_s),
         "time_ratio": _or_dash(ratio_text(row.time_ratio), row.time_ratio),
-        "unsure": row.reference is not None and not row.time_differs,
+        "unsure": _unsure(row),
         "samples": _or_dash(f"{row.samples_per_s:,.4g}", row.samples_per_s),
         "loss": _or_dash(f"{row.loss:#.4g}", row.loss),
         "gradients": error_text(row.gradient_error) if row.reference is not None else "reference",
         "skipped": f"{row.skipped} of {row.steps}" if row.skipped else "0",
         "remark": "; ".join(remarks),
     }
+
+
+def _unsure(row: Row) -> str:
+    """Why it is not known whether it is faster than the reference; nothing where it is."""
+    other = row.reference
+    if other is None or row.time_differs:
+        return ""
+    if row.few_steps or other.few_steps:
+        return f"Fewer than {LEAST_STEPS} steps were timed: which is faster is not known"
+    return f"Within the spread of {other.label}: which is faster is not known"
 
 
 def _or_dash(text: str, number: float) -> str:

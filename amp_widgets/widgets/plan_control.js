@@ -22,6 +22,7 @@ export default {
     const most = h("span", { class: "ampw-dim" });
     const range = h("div", { class: "ampw-plan-range" }, least, slider, most);
     const button = h("button", { type: "button", "aria-describedby": noBatchId, onclick: () => propose() });
+    const cancel = h("button", { type: "button", hidden: true, onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, "Cancel");
     const error = h("p", { class: "ampw-sentence ampw-stale", id: errorId, role: "alert", hidden: true });
     const noBatch = h("span", { class: "ampw-dim", id: noBatchId, hidden: true });
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
@@ -39,7 +40,7 @@ export default {
       h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is planned"),
         h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
       h("div", { class: "ampw-choices" },
-        h("span", { class: "ampw-choice ampw-plan-field" }, h("label", { for: fieldId }, "Memory budget"), field), range, button, noBatch),
+        h("span", { class: "ampw-choice ampw-plan-field" }, h("label", { for: fieldId }, "Memory budget"), field), range, button, cancel, noBatch),
       error, whyNot, sentence, others, stale, layers, using, details);
 
     let typed = false; // something that was not sent yet
@@ -105,6 +106,12 @@ export default {
       setText(button, pending ? "Planning …" : "Propose a plan");
       button.setAttribute("aria-busy", String(pending));
       setOff(button, locked || model.get("why_no_batch") !== "" || (pending && !typed && sliding === null));
+      const hideCancel = !pending || locked;
+      if (hideCancel && document.activeElement === cancel) button.focus({ preventScroll: true });
+      const cancelling = model.get("cancelling") || asked.value("cancel", false);
+      setOff(cancel, hideCancel || cancelling);
+      setText(cancel, cancelling ? "Cancelling …" : "Cancel");
+      cancel.hidden = hideCancel; // last, as a text shows it
       setText(error, model.get("budget_error"));
       setText(noBatch, model.get("why_no_batch"));
       setText(whyNot, model.get("why_not"));

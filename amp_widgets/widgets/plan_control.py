@@ -39,6 +39,8 @@ SUGGESTED = 0.6
 class PlanControl(Control):
     """Asks with ``command("plan", budget_bytes=…)``, and with ``request(checkpointed=…)`` for the layers of a plan.
 
+    A plan that is being made is ended with ``command("cancel_inspection", kind="plan")``.
+
     `show` shows how the plan stands, `render` what is in force; neither sends anything when it is what is shown.
 
     Parameters
@@ -66,6 +68,7 @@ class PlanControl(Control):
     ).tag(sync=True)
     why_no_batch = traitlets.Unicode().tag(sync=True)
     pending = traitlets.Bool(False).tag(sync=True)
+    cancelling = traitlets.Bool(False).tag(sync=True)
     why_not = traitlets.Unicode().tag(sync=True)
     caption = traitlets.Unicode(help="When it was planned.").tag(sync=True)
     sentence = traitlets.Unicode(help="Of the plan.").tag(sync=True)
@@ -108,6 +111,7 @@ class PlanControl(Control):
                 values |= _budget_traits(plan.budget_bytes)
         values |= {
             "pending": inspection.pending,
+            "cancelling": inspection.cancelling,
             "why_not": "" if inspection.why_not is None else not_done_text("plan", inspection.why_not),
             "why_no_batch": "" if state.why_no_batch is None else f"To plan, {state.why_no_batch}.",
             "caption": "" if plan is None else f"Planned before step {inspection.step:,}",
@@ -144,6 +148,9 @@ class PlanControl(Control):
             case {"budget": int() | float() as budget} if self.range and math.isfinite(budget) and budget > 0:
                 self._set_budget(memory_text(float(budget)))
                 self._propose()
+            case {"cancel": True}:
+                if self.pending:
+                    self._command("cancel_inspection", kind="plan")
             case {"use": True}:
                 if self._plan is not None and self.use == "":
                     self._request(checkpointed=self._plan.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from amp_widgets.core.run_state import RunState
@@ -180,6 +181,16 @@ class Controlled(Protocol):
     @property
     def comparison(self) -> ComparisonStatus:
         """How that stands; the same object as long as nothing has changed."""
+
+    @property
+    def recorded_to(self) -> Path | None:
+        """The file that the run is written to, or None."""
+
+    def record(self, path: str) -> None:
+        """Write the run to a new file. Raises RecordingError."""
+
+    def stop_recording(self) -> None:
+        """Let go of the file."""
 
     def request(self, *, source: str = "script", **changes: Any) -> object:
         """Ask for settings, in force from the next step. Raises SettingsError."""

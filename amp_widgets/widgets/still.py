@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from IPython.core.display_functions import display, update_display
 
 from amp_widgets.charts.labels import shortened
 from amp_widgets.charts.mountain import KIND_COLOURS, mountain_sentence
 from amp_widgets.charts.still import FEWER_POINTS, LINE_POINTS, memory_svg, picture_html, training_svg
-from amp_widgets.core.history import History
+from amp_widgets.core.history import Event
 from amp_widgets.widgets.memory_state import MemoryState
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import in_force_text
@@ -27,6 +28,13 @@ NOT_SHOWN = "The amp_widgets dashboard is a widget, and none is shown here. To h
 """The plain text of the dashboard itself."""
 MOST_REPORT_LINES, REPORT_CHARACTERS, LABEL_CHARACTERS = 12, 400, 80
 COLUMNS = ("step", "loss", "scale", "skipped", "allocated_bytes", "peak_bytes", "reserved_bytes", "step_s")
+
+
+class Drawn(Protocol):
+    """What is read of a history."""
+
+    def columns(self, *names: str) -> dict[str, npt.NDArray[Any]]: ...
+    def events(self, *kinds: str) -> list[Event]: ...
 
 
 class Still:
@@ -55,13 +63,13 @@ class Still:
         self._sentence = ""  # of the picture that is there
         self._stood: tuple[str, bool] | None = None  # the run then, and whether it went on
 
-    def display(self, view: Mapping[str, Any], state: DashboardState, history: History, memory: MemoryState) -> None:
+    def display(self, view: Mapping[str, Any], state: DashboardState, history: Drawn, memory: MemoryState) -> None:
         """Show the `view`, a bundle of MIME types, and the picture below it."""
         display(dict(view), raw=True)
         display(self._bundle(state, history, memory), raw=True, display_id=self._display_id)
         self._note_drawn(state)
 
-    def display_in(self, display_id: str, state: DashboardState, history: History, memory: MemoryState) -> None:
+    def display_in(self, display_id: str, state: DashboardState, history: Drawn, memory: MemoryState) -> None:
         """Show the picture in an output that is there already."""
         self._display_id = display_id
         update_display(self._bundle(state, history, memory), raw=True, display_id=display_id)
@@ -72,7 +80,7 @@ class Still:
         self._next_s = self._since_s + SOONEST_S
         self._sentence, self._stood = still_sentence(state), None
 
-    def refresh(self, state: DashboardState, history: History, memory: MemoryState, *, goes_on: bool) -> None:
+    def refresh(self, state: DashboardState, history: Drawn, memory: MemoryState, *, goes_on: bool) -> None:
         """Draw it anew where it is on a page, something has changed, and either it is time or the run `goes_on` no more."""
         now_s, sentence, stands = self._clock(), still_sentence(state), (state.run, goes_on)
         if self._since_s is None or sentence == self._sentence:
@@ -86,7 +94,7 @@ class Still:
         rest_s = min(max((now_s - self._since_s) * PART_OF_AGE, SOONEST_S), RAREST_S)
         self._next_s = now_s + max(rest_s, cost_s / MOST_OF_TIME)
 
-    def _bundle(self, state: DashboardState, history: History, memory: MemoryState) -> dict[str, str]:
+    def _bundle(self, state: DashboardState, history: Drawn, memory: MemoryState) -> dict[str, str]:
         columns = history.columns(*COLUMNS)
         caption = still_sentence(state)
         svg = ""
@@ -123,6 +131,4 @@ def still_sentence(state: DashboardState) -> str:
 
 
 # In place of the output above, where JupyterLab says "model not found". It removes this from a notebook that is not trusted.
-_NOT_FOUND = (
-    "<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child .{}):not(:has(.ampw-dashboard)) {{ display: none; }}</style>"
-)
+_NOT_FOUND = "<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child .{}):not(:has(.ampw-dashboard)) {{ display: none; }}</style>"

@@ -134,6 +134,7 @@ _NOT_DONE = {
     "predict_on_cuda": "Not predicted for CUDA",
     "count_gradients": "Gradients not sampled",
     "profile_next_step": "Step not profiled",
+    "record": "Not recorded",
 }
 
 

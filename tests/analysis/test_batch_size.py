@@ -265,6 +265,42 @@ def test_sizes_at_which_the_model_does_not_run_are_no_answer() -> None:
         assert max_batch_size(steps, least - 1).predicted_peak_bytes == least
 
 
+class Picky(Line):
+    """Of a model that runs with some sizes alone."""
+
+    batch_size = 12
+
+    def __init__(self, runs: Callable[[int], bool]) -> None:
+        super().__init__(lambda size: 1000 + 10 * size)
+        self._runs = runs
+
+    def step(self, *, batch_size: int, **settings: Any) -> Any:
+        if not self._runs(batch_size):
+            self.asked.append(batch_size)
+            raise ValueError(f"cannot take {batch_size} rows")
+        return super().step(batch_size=batch_size, **settings)
+
+
+@pytest.mark.parametrize("budget", [*range(1005, 3000, 37), 10**5])
+@pytest.mark.parametrize("unit", [1, 2, 3, 4, 6, 12])
+def test_a_model_that_takes_rows_in_groups_gets_the_most_groups_that_fit(unit: int, budget: int) -> None:
+    picky: Any = Picky(lambda size: size % unit == 0)
+    found = max_batch_size(picky, budget)
+    most = (budget - 1000) // 10 // unit * unit
+    assert found.size == most
+    assert len(picky.asked) <= 25
+    assert most % found.multiple_of == 0
+
+
+def test_a_model_that_takes_no_other_size_says_so() -> None:
+    with pytest.raises(ValueError, match="cannot take 96 rows"):
+        max_batch_size(Picky(lambda size: size == 12), 10_000)  # type: ignore[arg-type]
+    found = max_batch_size(Picky(lambda size: size == 12), 1100)  # type: ignore[arg-type]
+    assert (found.size, found.tried) == (0, {12: 1120.0})
+    least = max_batch_size(Picky(lambda size: size >= 5), 1060)  # type: ignore[arg-type]
+    assert least.size in (5, 6)
+
+
 def test_larger_ones_than_asked_for_are_not_looked_at() -> None:
     bench = narrow()
     with session(bench) as ours, fake_steps(ours, bench.batch, bench.loss_fn) as steps:

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_widgets.analysis.gradients import EXPONENTS, ZONES, GradientRange, overflow_text, percent
-from amp_widgets.core.gradient_probe import (
-    BUCKETS,
-    SAMPLE_ELEMENTS,
-    CountedGradients,
-    GradientCounts,
-    GradientProbe,
-    bucket_of,
-)
+from amp_widgets.core.gradient_counts import BUCKETS, CountedGradients, GradientCounts
+from amp_widgets.core.gradient_probe import SAMPLE_ELEMENTS, GradientProbe, bucket_of
 from amp_widgets.errors import FormatError, LayerError
 from amp_widgets.session import AmpSession
 

@@ -195,6 +195,53 @@ def test_what_does_not_run_on_fake_tensors_is_refused_with_the_reason() -> None:
     assert not ran
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.layer(x)[0][:, -1])
+        return output
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_taken_step_by_step(kind: type[nn.RNNBase]) -> None:
+    batch = torch.randn(5, 7, 8), torch.randint(4, (5,))
+    with session(Recurrent(kind(8, 12, 2, batch_first=True))) as ours:
+        found = predict_on_cuda(ours, batch, F.cross_entropy)
+        counters = 4 * len(list(ours.model.parameters()))  # type: ignore[union-attr]
+    assert torch._C._get_mkldnn_enabled()
+    with session(Recurrent(kind(8, 12, 2, batch_first=True)), foreach=True) as ours:
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            profile, _ = real_step(ours, ours.model, batch, F.cross_entropy, ours.settings, verb="test")  # type: ignore[arg-type]
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+    assert found.tensor_peak_bytes == profile.peak_bytes - counters
+    assert any("cuDNN keeps recurrent layers" in each for each in found.left_out)
+
+
+class Decoder(nn.Module):
+    def __init__(self, **causal: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+        self.layers, self.head, self.causal = nn.TransformerDecoder(layer, 1), nn.Linear(16, 4), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        output: torch.Tensor = self.head(self.layers(x, x, tgt_mask=mask, **self.causal)[:, -1])
+        return output
+
+
+def test_a_mask_that_torch_looks_into_is_refused_with_what_helps() -> None:
+    batch = torch.randn(5, 7, 16), torch.randint(4, (5,))
+    with session(Decoder()) as ours, pytest.raises(RunError, match=r"whether it is causal.*pass tgt_is_causal=True or False"):
+        predict_on_cuda(ours, batch, F.cross_entropy)
+    with session(Decoder(tgt_is_causal=True)) as ours:
+        assert predict_on_cuda(ours, batch, F.cross_entropy).tensor_peak_bytes > 0
+
+
 def test_what_cudas_autocast_refuses_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
     batch = (torch.rand(4, 4), torch.rand(4, 4))

@@ -21,7 +21,7 @@ from amp_widgets.analysis.overflow import (
     skip_runs,
     summarised,
 )
-from amp_widgets.core.gradient_probe import BUCKETS, INF_BUCKET, ZERO_BUCKET, CountedGradients, GradientCounts
+from amp_widgets.core.gradient_counts import BUCKETS, INF_BUCKET, ZERO_BUCKET, CountedGradients, GradientCounts
 from amp_widgets.core.history import Event, History
 from amp_widgets.core.overflow_probe import NoChecksNote, OverflowProbe, SkipNote
 from amp_widgets.core.scaler import ScaledStep

@@ -24,6 +24,7 @@ from amp_widgets.analysis.loop_memory import MARGIN, Besides, Expected, NewestPe
 from amp_widgets.analysis.peak_model import outermost
 from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.planner import Planner, plan, planning
+from amp_widgets.analysis.stoppable import CancelledError
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import LayerError, RunError, SessionClosedError, SettingsError
 from amp_widgets.session import AmpSession
@@ -202,21 +203,50 @@ def test_what_does_not_fit_names_the_least_and_what_else_would_help(mlp: Bench) 
         assert planned.plan(least).fits
         usual = min(planned._peak(planned._named[name]) for name in ("all", "every second", "√n"))
     assert not found.fits
-    assert mlp.measured(found) <= found.predicted_peak_bytes == found.least_peak_bytes == least
-    assert mlp.measured(found) == pytest.approx(least, rel=0.01)
+    assert mlp.measured(found.layers) <= found.predicted_peak_bytes == found.least_peak_bytes == least
+    assert mlp.measured(found.layers) == pytest.approx(least, rel=0.01)
+    with pytest.raises(SettingsError, match=r"does not keep within its budget, .* the least is .* checkpointed=plan\.layers"):
+        mlp.session.request(checkpointed=found)
+    assert mlp.session.pending is None
     assert 0.99 * least < found.least_peak_bytes <= usual < none
     half = next(each for each in found.alternatives if each.batch_size is None)
     assert half.label == "bf16"
-    assert half.peak_bytes == pytest.approx(mlp.measured(found, autocast="bf16"), rel=0.01)
+    assert half.peak_bytes == pytest.approx(mlp.measured(found.layers, autocast="bf16"), rel=0.01)
     assert half.fits
     smaller = next(each for each in found.alternatives if each.batch_size is not None)
     assert smaller.fits
     assert 1 <= smaller.batch_size < 96
     assert smaller.label == f"batch {smaller.batch_size}"
     cut = Bench(mlp.session.model, tuple(each[: smaller.batch_size] for each in mlp.batch))  # type: ignore[arg-type]
-    assert smaller.peak_bytes == pytest.approx(cut.measured(found), rel=0.01)
+    assert smaller.peak_bytes == pytest.approx(cut.measured(found.layers), rel=0.01)
     assert "no set of layers fits" in str(found)
     assert "bf16: " in str(found)
+
+
+def test_the_least_peak_is_that_of_a_step_also_where_the_budget_is_larger(mlp: Bench) -> None:
+    with mlp.planning() as planned:
+        found = planned.plan(0.8 * mlp.measured())
+        layers = next(names for names, peak in planned._peaks.items() if peak == found.least_peak_bytes)
+        assert planned.plan(1.0).least_peak_bytes == pytest.approx(found.least_peak_bytes, rel=0.01)
+    assert mlp.measured(layers) <= found.least_peak_bytes == pytest.approx(mlp.measured(layers), rel=0.01)
+
+
+def test_it_is_cancelled_before_its_next_step_or_pass(mlp: Bench, untouched: UNTOUCHED) -> None:
+    asked = 0
+
+    def after(count: int) -> Callable[[], bool]:
+        def cancelled() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > count
+
+        return cancelled
+
+    for count in (0, 3, 13):
+        asked = 0
+        with untouched(mlp.session), pytest.raises(CancelledError, match="plan: it was cancelled"):
+            plan(mlp.session, budget_bytes=2e5, batch=mlp.batch, loss_fn=F.cross_entropy, cancelled=after(count))
+        assert asked == count + 1
 
 
 def test_without_scipy_the_greedy_plan_fits_too(mlp: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,6 +478,10 @@ def test_what_is_not_run_again_costs_nothing() -> None:
     assert times.cost_s("a", spared=("a.2", "not there")) == pytest.approx(0.31)
     assert times.cost_s("b") == pytest.approx(0.33)
     assert times.cost_s("never called") == 0.0
+    timed = dataclasses.replace(times, again_s={"a": 0.6, "b": 0.9, "b.1": 0.5}, slower=1.5, factor=2.0)
+    assert timed.cost_s("a", spared=("a.2",)) == pytest.approx(2 * 0.61)  # that part was not run again
+    assert timed.cost_s("b", spared=("b.1",)) == pytest.approx(2 * 0.43)
+    assert dataclasses.replace(timed, again_s={}).cost_s("a", spared=("a.2",)) == pytest.approx(2 * (1.5 * 0.3 + 0.01))
 
 
 def test_costs_add_up_to_what_was_measured_of_some_layers_together() -> None:
@@ -469,10 +503,49 @@ def test_layers_are_timed_in_each_of_their_calls() -> None:
     assert times.calls["shared"] == 3
     assert times.calls["blocks.1"] == 1
     assert 0 < times.forward_s["blocks.1.1"] < times.forward_s["blocks.1"]
+    assert {name.partition("blocks.0")[1] for name in times.again_s} == {"blocks.0"}
+    assert 0 < times.again_s["blocks.0.1"] < times.again_s["blocks.0"]  # up to the input of its last part
+    assert times.slower > 0
     assert times.call_s >= 0
     assert times.together == ("blocks.0",)
     assert math.isfinite(times.together_s)
-    assert "median of 3 real passes" in times.obtained
+    assert "median of 4 real passes" in times.obtained
+
+
+def passed(whole_s: float, again_s: float = 0.0) -> extra_time._Pass:
+    recomputes = [(0.0, again_s)] if again_s else []
+    return extra_time._Pass(begin=0.0, end=whole_s, calls=extra_time._Calls(), again=extra_time._Calls(), recomputes=recomputes)
+
+
+@pytest.mark.parametrize(
+    ("more_s", "together_s"),
+    [((0.2, 0.5, 0.1, 0.6), 0.31), ((0.1, 0.15, 0.2, 0.3), 0.225), ((0.5, 0.6, 0.4, 0.5), 0.475)],
+    ids=["they do not say", "it comes to less", "it comes to more"],
+)
+def test_what_is_computed_again_counts_unless_whole_passes_contradict(more_s: tuple[float, ...], together_s: float) -> None:
+    pairs = [(passed(1.0), passed(1.0 + more, again_s=0.3)) for more in more_s]
+    assert extra_time._together_s(pairs, 0.01) == pytest.approx(together_s)
+    alone = [(other, other) for _, other in pairs]  # where without checkpointing memory runs out
+    assert extra_time._together_s(alone, 0.01) == pytest.approx(0.31)
+
+
+def test_the_first_pass_after_other_layers_were_checkpointed_does_not_count(mlp: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, ...]] = []
+    run = extra_time._Passes._run
+
+    def counted(self: Any) -> Any:
+        made.append(self._tried.checkpointed)
+        return dataclasses.replace(run(self), begin=0.0, end=float(len(made)))
+
+    monkeypatch.setattr(extra_time._Passes, "_run", counted)
+    pairs: list[tuple[float, float]] = []
+    together_s = extra_time._together_s
+    monkeypatch.setattr(
+        extra_time, "_together_s", lambda all_, s: pairs.extend((one.end, two.end) for one, two in all_) or together_s(all_, s)
+    )
+    extra_times(mlp.session, mlp.batch, F.cross_entropy, verb="plan", together=["0"])
+    assert made == 2 * (3 * [()] + 3 * [("0",)])
+    assert pairs == [(2, 5), (3, 6), (8, 11), (9, 12)]
 
 
 def test_the_last_part_of_a_layer_is_not_run_again() -> None:
