@@ -48,7 +48,10 @@ _HOMES = {
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext amp_widgets``: brings the ``%amp`` magic to a `shell` of IPython; where torch is not installed, only that for recorded runs."""
+    """``%load_ext amp_widgets``: brings the ``%amp`` magic to a `shell` of IPython.
+
+    Where torch is not installed, it knows recorded runs only.
+    """
     with_torch = importlib.util.find_spec("torch") is not None
     importlib.import_module("amp_widgets.magics" if with_torch else "amp_widgets.replay_magics").register(shell)
 

@@ -12,6 +12,12 @@ from amp_widgets.errors import MagicError
 _ABSENT: Any = object()
 
 
+def cell_id(shell: Any) -> str:
+    """What the front end calls the cell that is running; empty where it does not say."""
+    parent: dict[str, Any] = getattr(shell, "get_parent", dict)() or {}
+    return str(parent.get("metadata", {}).get("cellId", ""))
+
+
 def run_cell(shell: Any, source: str) -> None:
     """Run `source`, the body of a cell magic, as `shell` would have run it as a cell of its own.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from IPython.core.display_functions import display
 
+from amp_widgets.cell import cell_id
 from amp_widgets.errors import MagicError
 from amp_widgets.runs_comparison import RunsComparison, compare_runs
 
@@ -15,7 +16,7 @@ NAMES = ("compared", "compared_runs")
 
 
 class Compare:
-    """Compares runs for a shell, one comparison at a time.
+    """Compares runs for a shell, one comparison a cell; where the front end does not say which cell it is, one at a time.
 
     Parameters
     ----------
@@ -25,8 +26,7 @@ class Compare:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._compared: RunsComparison | None = None
-        self._view: Any = None
+        self._shown: dict[str, tuple[RunsComparison, Any]] = {}  # by cell
 
     def show(self, words: list[str]) -> None:
         """Display the comparison of these: names of files, or of runs and sessions in the shell's namespace.
@@ -46,8 +46,9 @@ class Compare:
         except BaseException:
             compared.close()
             raise
-        self.close()  # a cell that is run again
-        self._compared, self._view = compared, view
+        place = cell_id(self._shell)
+        self._close_one(place)  # a cell that is run again
+        self._shown[place] = (compared, view)
         name = next(
             (one for one in NAMES if isinstance(self._shell.user_ns.get(one), (RunsComparison, type(None)))), f"{NAMES[0]}_"
         )
@@ -56,12 +57,13 @@ class Compare:
         display(view)
 
     def close(self) -> None:
-        """Close the last view and the files that were opened for it."""
-        compared, view, self._compared, self._view = self._compared, self._view, None, None
-        if view is not None:
-            view.close()
-        if compared is not None:
-            compared.close()
+        """Close the views and the files that were opened for them."""
+        for place in list(self._shown):
+            self._close_one(place)
+
+    def _close_one(self, place: str) -> None:
+        for one in reversed(self._shown.pop(place, ())):
+            one.close()
 
     def _named(self, word: str) -> Any:
         value = self._shell.user_ns.get(word)

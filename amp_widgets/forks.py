@@ -32,8 +32,8 @@ from amp_widgets.core.requests import Request
 from amp_widgets.core.run_state import ALIVE
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes
 from amp_widgets.errors import ForkError, RunError, SessionClosedError, SnapshotError
+from amp_widgets.left_branch import LeftBranch
 from amp_widgets.on_demand import OnDemand
-from amp_widgets.recording.branch import Branch
 from amp_widgets.recording.settings_course import settings_in_force
 from amp_widgets.run_recording import RunRecording, facts_of_loop
 from amp_widgets.runner import Runner
@@ -55,7 +55,7 @@ class Forks:
 
     def __init__(self, background: BackgroundRun, on_demand: OnDemand, recording: RunRecording) -> None:
         self.snapshots: Snapshots | None = None
-        self.branches: list[Branch] = []
+        self.branches: list[LeftBranch] = []
         self.course: str | None = None
         self._background = background
         self._on_demand = on_demand
@@ -146,7 +146,7 @@ class Forks:
 
     # ---- forks ------------------------------------------------------------------------------------------------------
 
-    def fork(self, loop: LiveLoop, at_step: int, changes: Mapping[str, Any], *, model_type: str) -> Branch:
+    def fork(self, loop: LiveLoop, at_step: int, changes: Mapping[str, Any], *, model_type: str) -> LeftBranch:
         """As `amp_widgets.session.AmpSession.fork`."""
         runner = self._background.runner
         self._refuse(loop, runner)
@@ -158,7 +158,7 @@ class Forks:
             with interrupts_held():
                 return fork()
         done: Future[None] = Future()
-        made: list[Branch] = []
+        made: list[LeftBranch] = []
         failed: list[BaseException] = []  # not in `done`, which is known to the job's frame and so to its traceback: a cycle
 
         def job() -> None:
@@ -212,7 +212,7 @@ class Forks:
         changes: dict[str, Any],
         model_type: str,
         check: Callable[[], None],
-    ) -> Branch:
+    ) -> LeftBranch:
         """Between two steps, on the thread that trains."""
         snapshots = self.snapshots
         if snapshots is None or loop.model is None:
@@ -226,7 +226,7 @@ class Forks:
         history = loop.history
         if changes:
             in_force = settings_in_force((), history.events_since(0)[0], at_step)
-            loop.check_request(changes, in_force, source="fork")
+            changes = loop.check_request(changes, in_force, source="fork")  # layers by their names
         self._busy = f"Going back to step {at_step}."
         try:
             with self._recording.held():
@@ -285,12 +285,12 @@ class Forks:
                     raise ForkError(f"fork: the data came to their end at step {loop.step}, before step {at_step}")
             return stream, _difference(history, journal.history(wait=True))
 
-    def _leave(self, loop: LiveLoop, history: History, at_step: int, changes: Mapping[str, Any], model_type: str) -> Branch:
+    def _leave(self, loop: LiveLoop, history: History, at_step: int, changes: Mapping[str, Any], model_type: str) -> LeftBranch:
         """The course so far is over: it becomes a branch, and another begins."""
         file = self._recording.path
         name = self.course or ("run" if file is None else file.stem)
         facts = {**facts_of_loop(loop, model=model_type), "file": None if file is None else str(file)}
-        branch = Branch(name=name, history=history, left_at=at_step, facts=facts)
+        branch = LeftBranch(name=name, history=history, left_at=at_step, facts=facts)
         self.branches.append(branch)
         self.course = f"fork-{next(self._numbers)}"
         loop.begin_course()
@@ -373,8 +373,10 @@ def _way(loop: LiveLoop, runner: Runner | None, snapshots: Snapshots, at_step: i
             "on; fork at a later step"
         )
     past = snapshots.read(kept)
-    if runner is not None and past.place is not None and past.place.begun:
-        refuse_once_only(runner.batches)
+    if runner is not None and past.place is not None:
+        begun_since = loop.step > lap.first_step or runner.newest_batch is not None
+        if past.place.begun or begun_since:
+            refuse_once_only(runner.batches)
     loss_fn = None if runner is None else runner.loss_fn
     trained = Trained(model=model, optimizers=loop.known_optimizers, loss_fn=loss_fn, also=snapshots.also)
     check_fits(past.state, trained, f"fork: the snapshot of step {kept.step}")

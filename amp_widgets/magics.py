@@ -11,6 +11,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from amp_widgets.analysis.weights import WeightReader
 from amp_widgets.captured_cell import NO_DASHBOARD, CapturedCell
+from amp_widgets.cell import cell_id
 from amp_widgets.compare_magic import HELP as COMPARE_HELP
 from amp_widgets.compare_magic import Compare
 from amp_widgets.core.memory.budget import typed_size
@@ -148,7 +149,7 @@ class AmpMagics(Magics):
 
     def _run_cell(self, captured: CapturedCell, source: str) -> None:
         __tracebackhide__ = True
-        place = _cell_id(self.shell)
+        place = cell_id(self.shell)
         before = self._shown.pop(place, None)
         if before is not None:  # the page has let go of it: this cell is run again
             before.close()
@@ -331,12 +332,6 @@ def _parse(name: str, text: str) -> Any:
 
 _WORDS: dict[str, bool | None] = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False, "none": None}
 _POWER = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\*\*|\^)\s*(-?\d{1,4})")
-
-
-def _cell_id(shell: Any) -> str:
-    """What the front end calls the cell that is running; empty where it does not say."""
-    parent: dict[str, Any] = getattr(shell, "get_parent", dict)() or {}
-    return str(parent.get("metadata", {}).get("cellId", ""))
 
 
 def _without_step(words: list[str]) -> tuple[list[str], int | None]:

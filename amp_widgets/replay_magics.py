@@ -8,6 +8,7 @@ from typing import Any
 from IPython.core.display_functions import display
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from amp_widgets.cell import cell_id
 from amp_widgets.compare_magic import HELP as COMPARE_HELP
 from amp_widgets.compare_magic import Compare
 from amp_widgets.errors import AmpWidgetsError, MagicError
@@ -21,7 +22,7 @@ WITHOUT_TORCH = (
 
 
 class Replay:
-    """Opens run files for a shell, one at a time.
+    """Opens run files for a shell, one a cell; where the front end does not say which cell it is, one at a time.
 
     Parameters
     ----------
@@ -31,8 +32,7 @@ class Replay:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._run: RecordedRun | None = None
-        self._dashboard: Any = None
+        self._shown: dict[str, tuple[RecordedRun, Any]] = {}  # by cell
 
     def show(self, words: list[str]) -> None:
         """Display the run in this file.
@@ -52,20 +52,22 @@ class Replay:
         except BaseException:
             run.close()
             raise
-        self.close()  # a cell that is run again
-        self._run, self._dashboard = run, dashboard
+        place = cell_id(self._shell)
+        self._close_one(place)  # a cell that is run again
+        self._shown[place] = (run, dashboard)
         name = next((one for one in ("run", "recorded_run") if self._is_free(one)), "recorded_run_")
         self._shell.push({name: run})
         print(f"{name} is the run behind this dashboard: {name}.history.columns('step', 'loss') has its numbers")
         display(dashboard)
 
     def close(self) -> None:
-        """Close the run that was opened last, and its dashboard."""
-        run, dashboard, self._run, self._dashboard = self._run, self._dashboard, None, None
-        if dashboard is not None:
-            dashboard.close()
-        if run is not None:
-            run.close()
+        """Close the runs that were opened, and their dashboards."""
+        for place in list(self._shown):
+            self._close_one(place)
+
+    def _close_one(self, place: str) -> None:
+        for one in reversed(self._shown.pop(place, ())):
+            one.close()
 
     def _is_free(self, name: str) -> bool:
         return isinstance(self._shell.user_ns.get(name), (RecordedRun, type(None)))

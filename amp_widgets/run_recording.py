@@ -43,10 +43,9 @@ class RunRecording:
         RecordingError
             When the file exists or cannot be made, or another is being written.
         """
-        if self._recorder is not None:
-            raise RecordingError(
-                f"record: the run is being recorded to {self._recorder.path}; session.stop_recording() ends that"
-            )
+        if self.path is not None:
+            raise RecordingError(f"record: the run is being recorded to {self.path}; session.stop_recording() ends that")
+        self.end()
         self._recorder = Recorder(path, loop, facts={**facts_of_loop(loop, model=model), **(more_facts or {})})
         self._why_ended = None
 
@@ -60,9 +59,9 @@ class RunRecording:
         Where that one cannot be made recording ends, and `notice` says so.
         """
         before = self.path
-        self.end()
         if before is None:
             return
+        self.end()
         try:
             self.begin(_beside(before), loop, model=model, more_facts=more_facts)
         except RecordingError as error:
@@ -77,8 +76,8 @@ class RunRecording:
 
     @property
     def path(self) -> Path | None:
-        """The file, or None."""
-        return None if self._recorder is None else self._recorder.path
+        """The file that is written, or None; also once it was deleted, of which `notice` tells."""
+        return None if self._recorder is None or self._recorder.lost else self._recorder.path
 
     @property
     def notice(self) -> str | None:

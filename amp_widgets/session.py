@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import math
 import os
@@ -24,8 +26,8 @@ from amp_widgets.errors import MissingExtraError
 from amp_widgets.export.exports import Exports
 from amp_widgets.export.sink import Sink
 from amp_widgets.forks import Forks
+from amp_widgets.left_branch import LeftBranch
 from amp_widgets.on_demand import OnDemand
-from amp_widgets.recording.branch import Branch
 from amp_widgets.run_recording import RunRecording, facts_of_loop
 from amp_widgets.run_sinks import RunSinks
 from amp_widgets.session_analyses import SessionAnalyses
@@ -245,6 +247,7 @@ class AmpSession(SessionAnalyses, Exports):
             After `close`.
         """
         self._check_open("record")
+        _end_with_the_program()
         self._recording.begin(path, self, model=self.model_type)
 
     def stop_recording(self) -> None:
@@ -268,6 +271,7 @@ class AmpSession(SessionAnalyses, Exports):
             After `close`.
         """
         self._check_open("log_to")
+        _end_with_the_program()
         self._sinks.add(sink, self, facts_of_loop(self, model=self.model_type))
 
     def stop_logging(self) -> None:
@@ -329,12 +333,13 @@ class AmpSession(SessionAnalyses, Exports):
         """Those that are kept: ``steps``, ``bytes``, ``took_s``; None before `keep_snapshots`."""
         return self._forks.snapshots
 
-    def fork(self, *, at_step: int, **changes: Any) -> Branch:
+    def fork(self, *, at_step: int, **changes: Any) -> LeftBranch:
         """Go back to an earlier step, and on from there with other settings. Without any, all comes out as it did, bit by bit.
 
         Weights, buffers, optimizers, scaler, settings, random states and the place in the data are as they were after `at_step`
-        steps: from the snapshot before, and by training the steps from there once more. What was changed after that step is not
-        repeated; what is scheduled for later steps still is. A background run that is alive goes on from there; one that is not
+        steps: from the snapshot before, and by training the steps from there once more. Only a background run can do that; of the
+        steps of a loop of your own, it takes a snapshot of that very step. What was changed after that step is not repeated; what
+        is scheduled for later steps still is. A background run that is alive goes on from there; one that is not
         is ready for `start`. Where a loop over `steps` trains the model, run its cell again with the same data: it goes on at the
         same place. Any other loop of your own finds the state of then, and begins its data itself.
 
@@ -354,7 +359,7 @@ class AmpSession(SessionAnalyses, Exports):
 
         Returns
         -------
-        Branch
+        LeftBranch
             The course that was left, for ``aw.compare_runs(branch, session)``.
 
         Raises
@@ -373,7 +378,7 @@ class AmpSession(SessionAnalyses, Exports):
         return self._forks.fork(self, at_step, changes, model_type=self.model_type)
 
     @property
-    def branches(self) -> list[Branch]:
+    def branches(self) -> list[LeftBranch]:
         """The courses that `fork` has left, the newest last; what you take out of the list is let go."""
         return self._forks.branches
 
@@ -416,8 +421,7 @@ class AmpSession(SessionAnalyses, Exports):
         self._forks.close()
         super().close()
         self._on_demand.do_jobs()  # to no effect but that they say so
-        self._recording.end()
-        self._sinks.end()
+        self._write_what_is_left()
         self._last_scale = self.scaler.get_scale()
 
     def __enter__(self) -> AmpSession:
@@ -426,12 +430,36 @@ class AmpSession(SessionAnalyses, Exports):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # also of one that could not be made
+            self._write_what_is_left()
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.settings.autocast}, step {self._step}"
         return f"<AmpSession of {self.model_type} on {self.device}: {state}>"
 
+    def _write_what_is_left(self) -> None:
+        """To the file, and to other tools, which are let go; also where nobody has called `close`."""
+        self._journal.write(wait=True)
+        self._recording.end()
+        self._sinks.end()
+
 
 _sessions: list[weakref.ref[AmpSession]] = []
+
+
+@functools.cache
+def _end_with_the_program() -> None:
+    """A script that is over, or that an error has ended, has its last steps written too."""
+    atexit.register(_write_all_that_is_left)
+
+
+def _write_all_that_is_left() -> None:
+    for reference in _sessions:
+        session = reference()
+        if session is not None:
+            with contextlib.suppress(Exception):
+                session._write_what_is_left()
 
 
 def newest_session() -> AmpSession | None:

@@ -30,7 +30,7 @@ OTHERS = (
     "core.formats:update_survives", "core.history:Event", "core.history:History", "core.settings:format_scale",
     "demos.scenario_panel:ScenarioPanel", "export.html:export_html", "export.picture:export_picture", "export.sink:Sink",
     "export.tables:export_csv", "export.tables:export_parquet", "export.tensorboard_sink:TensorBoardSink",
-    "export.trackio_sink:TrackioSink", "recorded_run:RecordedRun", "recording.branch:Branch",
+    "export.trackio_sink:TrackioSink", "left_branch:LeftBranch", "recorded_run:RecordedRun",
     "recording.differences:Differences", "runs_comparison:RunsComparison", "widgets.question:Answer",
 )  # fmt: skip
 # What the parts of a session tell it is no matter of its user's.

@@ -284,7 +284,7 @@ def test_a_branch_and_the_new_course_have_in_common_what_was_before(tmp_path: Pa
         train(session, 10)
         session.note("seen here")
         before = session.history
-        branch = session.fork(at_step=6, autocast="bf16")
+        branch = session.fork(at_step=6, autocast="bf16", checkpointed=["layers.*"])
         assert branch is session.branches[0]
         assert branch.history is before
         assert session.history is not before
@@ -299,7 +299,7 @@ def test_a_branch_and_the_new_course_have_in_common_what_was_before(tmp_path: Pa
         assert not np.array_equal(old["loss"][6:10], new["loss"][6:10])
         forked = next(event for event in session.history.events("run") if event.detail["state"] == "forked")
         assert (forked.step, forked.detail["from"]) == (6, "run")
-        assert forked.reason == "forked from run (run.db) at step 6 with autocast bf16"
+        assert forked.reason == "forked from run (run.db) at step 6 with autocast bf16, 2 layers checkpointed"
         session.fork(at_step=8)
         train(session, 9)
         assert session.recorded_to == tmp_path / "run.fork-2.db"
@@ -484,6 +484,17 @@ def test_data_that_are_used_up_or_not_known_any_more() -> None:
             session.fork(at_step=3)
         session.fork(at_step=6)
         assert session.step == 6
+
+
+def test_data_that_were_begun_since_the_snapshot_do_not_begin_anew_either() -> None:
+    with make(snapshot_every=2) as session:
+        fit(session, iter(a_list()))
+        train(session, 3)
+        state = state_of(session)
+        with pytest.raises(ForkError, match="can be gone through only once"):
+            session.fork(at_step=0)
+        assert_same(state, state_of(session))
+        assert not session.branches
 
 
 def test_data_that_have_become_fewer_leave_everything_as_it_was() -> None:

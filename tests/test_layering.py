@@ -24,7 +24,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("background_run",),  # from here the rooms of the session, up to itself
     ("on_demand",),
     ("session_state", "session_analyses", "snapshots"),
-    ("run_recording", "run_sinks"),
+    ("run_recording", "run_sinks", "left_branch"),
     ("forks",),
     ("cell_steps",),
     ("session", "recorded_run"),

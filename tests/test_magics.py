@@ -30,6 +30,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def put_model(shell: Any) -> nn.Module:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     shell.push({"net": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)})
     return model
@@ -112,7 +113,11 @@ def test_a_demo(shell: Any) -> None:
     [
         ("demo mnist", DemoError, "expected one of"),
         ("demo digits text", MagicError, "got 2 names"),
-        ("nothing_here", MagicError, "expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name of a model"),
+        (
+            "nothing_here",
+            MagicError,
+            "expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name of a model",
+        ),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
         ("net optim more", MagicError, "expected one of these"),

@@ -1314,5 +1314,3 @@ class TestFrames:
         assert references[0]() is None
         assert kept[0]() is references[1]()
         assert len(errors) == 2
-
-

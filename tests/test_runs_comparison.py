@@ -22,7 +22,7 @@ from amp_widgets.errors import AmpWidgetsError, ExportError, MagicError, Recordi
 from amp_widgets.magics import HELP, AmpMagics
 from amp_widgets.recording.branch import Branch
 from amp_widgets.recording.recorder import Recorder
-from amp_widgets.replay_magics import ReplayMagics
+from amp_widgets.replay_magics import Replay, ReplayMagics
 from amp_widgets.runs_comparison import RunsComparison
 from tests.recording.recorded import Source
 
@@ -191,6 +191,10 @@ def test_as_a_page(paths: tuple[Path, Path], tmp_path: Path) -> None:
 class Shell:
     def __init__(self, **names: Any) -> None:
         self.user_ns = dict(names)
+        self.cell = ""
+
+    def get_parent(self) -> dict[str, Any]:
+        return {"metadata": {"cellId": self.cell}}
 
     def push(self, names: dict[str, Any]) -> None:
         self.user_ns |= names
@@ -216,6 +220,25 @@ def test_the_magic_takes_files_and_names(paths: tuple[Path, Path], capsys: pytes
     with pytest.raises(RecordingError, match="closed"):
         first.runs[0].refresh()
     compare.close()
+
+
+@pytest.mark.parametrize("kind", [Compare, Replay])
+def test_each_cell_keeps_what_it_shows_until_it_is_run_again(paths: tuple[Path, Path], kind: type[Compare | Replay]) -> None:
+    shell = Shell()
+    magic = kind(shell)
+    shown = []
+    for cell, path in (("a", paths[0]), ("b", paths[1]), ("a", paths[1])):
+        shell.cell = cell
+        magic.show([str(path)])
+        shown.append(shell.user_ns["compared"].runs[0] if kind is Compare else shell.user_ns["run"])
+    with pytest.raises(RecordingError, match="closed"):
+        shown[0].refresh()
+    for run in shown[1:]:
+        run.refresh()
+    magic.close()
+    for run in shown:
+        with pytest.raises(RecordingError, match="closed"):
+            run.refresh()
 
 
 @pytest.mark.parametrize("kind", [AmpMagics, ReplayMagics])

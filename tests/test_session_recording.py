@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +88,38 @@ def test_the_dashboard_says_when_nothing_is_recorded_any_more(tmp_path: Path) ->
         assert "Recording has ended: run.db was deleted, moved or replaced." in session.dashboard_state().notes
         train(session, 2)
         assert session.step == 3
+        assert session.recorded_to is None
+        session.record(tmp_path / "again.db")
+        assert session.recorded_to == tmp_path / "again.db"
+        assert not any("Recording has ended" in note for note in session.dashboard_state().notes)
+    with aw.open_run(tmp_path / "again.db") as run:
+        assert run.history.columns("step")["step"].tolist() == [0, 1, 2]
+
+
+def test_a_session_that_is_forgotten_has_its_last_steps_written(tmp_path: Path) -> None:
+    session = make(record=tmp_path / "run.db")
+    train(session, 3)
+    del session
+    gc.collect()
+    assert [one.name for one in tmp_path.iterdir()] == ["run.db"]
+    with aw.open_run(tmp_path / "run.db") as run:
+        assert run.history.columns("step")["step"].tolist() == [0, 1, 2]
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from test_session_recording import make, train
+session = make(record=sys.argv[1])
+train(session, 3)
+raise SystemExit(7)
+"""
+
+
+def test_a_script_that_ends_without_close_has_its_last_steps_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run.db"), str(Path(__file__).parent)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "")
+    assert [one.name for one in tmp_path.iterdir()] == ["run.db"]
+    with aw.open_run(tmp_path / "run.db") as run:
+        assert run.history.columns("step")["step"].tolist() == [0, 1, 2]

@@ -45,6 +45,7 @@ PAGES = (
     "amp_widgets.export.tables",
     "amp_widgets.export.tensorboard_sink",
     "amp_widgets.export.trackio_sink",
+    "amp_widgets.left_branch",
     "amp_widgets.recorded_run",
     "amp_widgets.recording.branch",
     "amp_widgets.recording.differences",

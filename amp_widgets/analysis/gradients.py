@@ -345,8 +345,10 @@ class GradientRange:
         return hidden > HIDDEN * sum(row.elements for row in self.at_stake)
 
     def matching(self, pattern: str) -> GradientRange:
-        """Of layers that fit the `pattern`: a glob as it is used for checkpointing, or several with spaces between; without ``*``, ``?`` and
-        ``[`` a part of the name is enough. An empty one fits all."""
+        """Of layers that fit the `pattern`: a glob as it is used for checkpointing, or several with spaces between.
+
+        Without ``*``, ``?`` and ``[`` a part of the name is enough. An empty one fits all.
+        """
         patterns = pattern.replace(",", " ").split()
         if not patterns:
             return self
@@ -420,8 +422,10 @@ class GradientRange:
         return tuple(_sentences(self, self.scale if scale is None else scale, format))
 
     def worst(self, scale: float | None = None, format: HalfFormat = "fp16") -> tuple[tuple[LayerRange, Shares], ...]:
-        """The outputs `at_stake` with their shares in a `format` at a `scale`: first those that overflow most, or whose parameters do, then those that lose
-        most."""
+        """The outputs `at_stake` with their shares in a `format` at a `scale`.
+
+        First come those that overflow most, or whose parameters do, then those that lose most.
+        """
         rows = [(row, row.shares(scale, format)) for row in self.at_stake]
         too_large = {name.rpartition(".")[0] or MODEL for name in self.overflowing(scale, format)}
         return tuple(sorted(rows, key=lambda pair: _badness(pair[1], pair[0].layer in too_large), reverse=True))

@@ -75,9 +75,10 @@ class LayerProfiles(Sequence[LayerProfile]):
 
     @classmethod
     def of(cls, profile: StepProfile, pattern: str = "**") -> LayerProfiles:
-        """Those of a `profile` whose name fits `pattern`, a name or glob: ``*`` stands for one part of a dotted name, ``**`` for any number of parts.
+        """Those of a `profile` whose name fits `pattern`, a name or glob.
 
-        The model itself is ``"(model)"``, and among globs in ``"**"`` alone.
+        ``*`` stands for one part of a dotted name, ``**`` for any number of parts. The model itself is ``"(model)"``, and among
+        globs in ``"**"`` alone.
 
         Raises
         ------

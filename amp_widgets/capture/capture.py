@@ -457,5 +457,3 @@ class Capture:
         if not (self._told or loop.closed) and (self._first_step_ended or loop.out_of_memory is not None):
             self._tell(loop)
         loop.close()
-
-

@@ -422,8 +422,9 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _numbers(ticks: Sequence[float]) -> list[str]:
-    """With as many digits as tell them apart."""
-    for digits in range(3, 17):
+    """With as many digits as tell them apart, and without an exponent below a million."""
+    whole = len(f"{max(map(abs, ticks), default=0.0):.0f}")
+    for digits in range(min(max(whole, 3), 6), 17):
         texts = [f"{tick:.{digits}g}" for tick in ticks]
         if all(math.isclose(float(text), tick, rel_tol=1e-12, abs_tol=1e-12) for text, tick in zip(texts, ticks, strict=True)):
             break

@@ -338,8 +338,8 @@ class History:
         events = self.events()
         columns: dict[str, Any] = {
             "step": np.array([event.step for event in events], dtype=np.int64),
-            "kind": [event.kind for event in events],
-            "reason": [event.reason for event in events],
+            "kind": [_unicode(event.kind) for event in events],
+            "reason": [_unicode(event.reason) for event in events],
             "detail": [json.dumps(dict(event.detail)) for event in events],
             "time_s": np.array([event.time_s for event in events], dtype=np.float64),
         }
@@ -405,6 +405,11 @@ class History:
         self._stored += reduced - older
         self._reduced_rows = reduced
         self._reductions += 1
+
+
+def _unicode(text: str) -> str:
+    """As every file can have it: Python's strings may hold half a character."""
+    return text.encode(errors="replace").decode()
 
 
 def _pandas(what: str) -> Any:

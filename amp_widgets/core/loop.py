@@ -145,6 +145,7 @@ class LiveLoop:
         self._step = 0
         self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
         self._open: OpenStep | None = None
+        self._ended_by_optimizers = False  # the last step; an `update()` of which nothing was scaled ends it once more, to no effect
         self._owner: int | None = None
         self._closed = False
 
@@ -477,9 +478,10 @@ class LiveLoop:
         self._deaths.last = None
 
     def died(self, error: BaseException | None) -> bool:
-        """The user's loop was left by the exception `error`. Whether memory had run out; then it is looked into, and memory freed.
+        """The user's loop was left by the exception `error`; whether memory had run out.
 
-        For the thread that trains; the exception may be seen more than once. Other exceptions are left alone.
+        Then it is looked into, and memory freed. For the thread that trains; the exception may be seen more than once. Other
+        exceptions are left alone.
         """
         noted = self._deaths.pending
         self._look_for_death(error)
@@ -685,11 +687,17 @@ class LiveLoop:
                 scaler.put_back(scale, growth_tracker)
             self._settings, self._step = standing.settings, standing.step
 
-    def check_request(self, changes: Mapping[str, Any], in_force: Settings, *, source: str) -> None:
-        """Raise a `SettingsError`, an event of `source` too, when the `changes` cannot be met where `in_force` is in force."""
+    def check_request(self, changes: Mapping[str, Any], in_force: Settings, *, source: str) -> dict[str, Any]:
+        """The changes as they would be in force from `in_force` on; nothing waits.
+
+        Raises
+        ------
+        SettingsError
+            When they cannot be met; an event of `source` says so, too.
+        """
         with self._lock:
             try:
-                self._queue.check(changes, in_force)
+                return self._queue.check(changes, in_force)
             except SettingsError as error:
                 self._reject(str(error), changes, source)
                 raise
@@ -906,7 +914,9 @@ class LiveLoop:
         self.numerics.overflow.refuse(self._step, reason)
 
     def updated(self, step: ScaledStep) -> None:
-        self._end(step)
+        ended_already, self._ended_by_optimizers = self._ended_by_optimizers, False
+        if not (ended_already and self._open is None and step.used is None):
+            self._end(step)
 
     def adopted(self, settings: Settings, changes: dict[str, Any]) -> None:
         with self._lock:
@@ -940,6 +950,7 @@ class LiveLoop:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
+        self._ended_by_optimizers = False
         if not self._optimizer_steps.given and self._owner_is_here() and self.trains(optimizer):
             self._memory.meter.follow((optimizer,))
         if step is not None and step.scaler_used and not step.scaling_added:
@@ -998,6 +1009,7 @@ class LiveLoop:
             self._memory.begin()
         begun_s = self._clock()
         self._note_heard(begun_s)
+        self._ended_by_optimizers = False
         self._open = OpenStep(
             thread=thread,
             by_autocast=by_autocast,
@@ -1043,6 +1055,7 @@ class LiveLoop:
             self._scaler.update_after_steps()  # which tells its listener
         else:
             self._end(ScaledStep(None, None, False, None))
+            self._ended_by_optimizers = True
 
     def _end(self, scaled: ScaledStep) -> None:
         if self._closed or not self._owner_is_here():

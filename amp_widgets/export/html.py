@@ -30,6 +30,7 @@ from amp_widgets.export.new_file import check_free
 from amp_widgets.export.page import Page, Plotly
 from amp_widgets.export.run_block import kept_rows, run_block
 from amp_widgets.export.run_figures import RunFigures
+from amp_widgets.recording.differences import fact_text
 from amp_widgets.recording.run_like import RunLike, facts_of, name_of, newest_history
 
 MOST_PROFILES, PROFILE_POINTS, LABEL_CHARACTERS = 6, 300, 40
@@ -113,7 +114,7 @@ class _RunPage:
     def _summary(self) -> None:
         facts, columns = self._facts, self._columns
         who = [str(facts[name]) for name in ("model", "device") if facts.get(name)]
-        began = f"began {facts['began']}" if facts.get("began") else ""
+        began = f"began {fact_text(facts['began'])}" if facts.get("began") else ""
         self.page.paragraph(" · ".join([*who, *([began] if began else []), describe_settings(self._settings) + " at the end"]))
         losses = columns["loss"][~np.isnan(columns["loss"])]
         peak, times = _known(columns["peak_bytes"]), _known(columns["step_s"])
@@ -252,10 +253,10 @@ class _RunPage:
             if name == "packages" and isinstance(value, Mapping):
                 rows += [(str(package), str(version)) for package, version in value.items()]
             elif name != "columns":
-                text = value if isinstance(value, str) else json.dumps(value)
+                text = fact_text(value) if value is None or isinstance(value, str) else json.dumps(value)
                 rows.append((name.replace("_", " "), shortened(text, CELL_CHARACTERS)))
         self.page.table(("what", "which"), rows[:MOST_ROWS])
-        made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        made = fact_text(datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
         total = len(self._columns["step"])
         part = len(kept_rows(self._columns))
         what = "every step" if part == total else f"{part:,} of {total:,} steps"

@@ -218,7 +218,7 @@ def _made_on(known: Sequence[_Known]) -> list[Difference]:
         if isinstance(packages, Mapping):
             own |= {str(name): version for name, version in packages.items()}
     names = dict.fromkeys(name for own in facts for name in own)
-    rows = [_row(_FACTS.get(name, name), [own.get(name) for own in facts], _fact_text) for name in names]
+    rows = [_row(_FACTS.get(name, name), [own.get(name) for own in facts], fact_text) for name in names]
     return [row for row in rows if any(value is not None for value in row.values)]
 
 
@@ -277,7 +277,8 @@ def _changes_text(changes: Sequence[tuple[int, str]]) -> str:
     return "; ".join(texts) or "none"
 
 
-def _fact_text(value: Any) -> str:
+def fact_text(value: Any) -> str:
+    """A fact of a run for people: a moment without the letters of ISO 8601, and what is not known as such."""
     if value is None:
         return UNKNOWN
     text = str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,6 +140,7 @@ class Follower(abc.ABC):
         self._held = False
         self._lost: str | None = None
         self._failing: str | None = None
+        self._process = os.getpid()
         # It knows this object by a weak reference only: one that nobody holds ends its thread.
         self._thread = threading.Thread(target=_go_on, args=(weakref.ref(self), self._wake, every_s), name=name, daemon=True)
 
@@ -146,6 +148,11 @@ class Follower(abc.ABC):
     def notice(self) -> str | None:
         """Why nothing is handed on at present, for people; None while all is well."""
         return self._lost or self._failing
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing is handed on any more, and nothing will be; `notice` says why."""
+        return self._lost is not None
 
     @property
     def closed(self) -> bool:
@@ -171,6 +178,8 @@ class Follower(abc.ABC):
 
     def close(self) -> None:
         """Hand on what is left, and let go."""
+        if os.getpid() != self._process:  # a copy, by os.fork(), that has neither the thread nor a claim to what it writes to
+            return
         held, self._held = self._held, False
         self._tick(None if held else self._source())
         with self._lock:

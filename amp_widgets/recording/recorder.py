@@ -69,6 +69,12 @@ class Recorder(Follower):
         self._history.on_event = _weakly(self._event_arrived)
         self._follow()
 
+    def close(self) -> None:
+        """Write what is left, and let go of the file; where another program has locked it, after some time without."""
+        if not self.closed:
+            self._connection.execute(f"PRAGMA busy_timeout = {1000 * _LAST_PATIENCE_S:.0f}")
+        super().close()
+
     # ---- private ----------------------------------------------------------------------------------------------------
 
     def _event_arrived(self) -> None:
@@ -97,8 +103,11 @@ class Recorder(Follower):
         )
 
     def _release(self) -> None:
-        with contextlib.suppress(sqlite3.Error):  # another kernel reads it
-            self._connection.execute("PRAGMA journal_mode = DELETE")  # one file, which opens anywhere
+        # One file, which opens anywhere. Where the run is open for reading it may have to keep its companions; all that was
+        # written is in it all the same, so that it can be copied alone.
+        for pragma in ("busy_timeout = 0", "wal_checkpoint(TRUNCATE)", "journal_mode = DELETE"):
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute(f"PRAGMA {pragma}").fetchall()
         self._connection.close()
 
     def _write(self, news: News) -> None:
@@ -146,6 +155,10 @@ _PATIENCE_S = 0.005
 """As long as training waits at most for another thread to have written steps, when there is an event."""
 
 
+_LAST_PATIENCE_S = 2
+"""The same when there is no other time for it."""
+
+
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     weak = weakref.WeakMethod(method)
 
@@ -172,7 +185,8 @@ def _make(path: Path, columns: Sequence[str]) -> tuple[sqlite3.Connection, tuple
         schema.create(connection, columns)
     except sqlite3.Error as error:
         connection.close()
-        path.unlink(missing_ok=True)
+        for made in (path, *(path.with_name(path.name + companion) for companion in ("-wal", "-shm"))):
+            made.unlink(missing_ok=True)
         raise RecordingError(f"record: {path}: {error}; choose another place") from error
     return connection, _identity_of(path)
 

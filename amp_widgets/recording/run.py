@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -112,8 +113,8 @@ class Run:
             rows = connection.execute("SELECT after_events, step, content FROM settings ORDER BY rowid").fetchall()
         return tuple(
             WrittenSettings(
-                after_events=int(_number(after_events, "settings")),
-                step=int(_number(step, "settings")),
+                after_events=_whole(after_events, "settings"),
+                step=_whole(step, "settings"),
                 settings=_settings(_json(content, "settings")),
             )
             for after_events, step, content in rows
@@ -134,7 +135,7 @@ class Run:
             RecordedLayer(
                 name=_text(name, "layers"),
                 type=_text(kind, "layers"),
-                parameters=int(_number(parameters, "layers")),
+                parameters=_whole(parameters, "layers"),
                 why_not=None if why_not is None else _text(why_not, "layers"),
                 structural=bool(structural),
             )
@@ -164,7 +165,7 @@ class Run:
             known = len(self._gradients)
             rows = connection.execute("SELECT step FROM gradients ORDER BY id LIMIT -1 OFFSET ?", (known,)).fetchall()
             if rows:
-                steps = (*self._gradients.steps, *(int(_number(step, "gradients")) for (step,) in rows))
+                steps = (*self._gradients.steps, *(_whole(step, "gradients") for (step,) in rows))
                 self._gradients = RecordedGradients(steps, functools.lru_cache(maxsize=_GRADIENTS_HELD)(self._read_gradients))
             return self._gradients
 
@@ -352,7 +353,7 @@ def _event(row: tuple[Any, ...]) -> Event:
     if not isinstance(kept, dict):
         raise RecordingError("the details of an event are no JSON object; the file is damaged")
     return Event(
-        step=int(_number(step, "events")),
+        step=_whole(step, "events"),
         kind=_text(kind, "events"),
         reason=_text(reason, "events"),
         detail=kept,
@@ -370,10 +371,28 @@ def _settings(content: Any) -> Settings:
 
 
 def _json(value: Any, table: str) -> Any:
+    text = _text(value, table)
     try:
-        return json.loads(_text(value, table))
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise RecordingError(f"the table {table!r} has a value that is no JSON; the file is damaged") from None
+    if text.count("[") + text.count("{") > _DEEPEST and not _is_shallow(content):
+        raise RecordingError(f"the table {table!r} has JSON nested more than {_DEEPEST} deep; the file is damaged")
+    return content
+
+
+_DEEPEST = 50
+"""Levels of JSON; what a session has written has a few, and whatever goes through more comes to the end of Python's stack."""
+
+
+def _is_shallow(content: Any) -> bool:
+    level = [content]
+    for _ in range(_DEEPEST + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = list(itertools.chain.from_iterable(inner))
+        if not level:
+            return True
+    return False
 
 
 def _text(value: Any, table: str) -> str:
@@ -386,3 +405,10 @@ def _number(value: Any, table: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordingError(f"the table {table!r} has {type(value).__name__} where a number belongs; the file is damaged")
     return value
+
+
+def _whole(value: Any, table: str) -> int:
+    number = _number(value, table)
+    if not math.isfinite(number):
+        raise RecordingError(f"the table {table!r} has {number} where a whole number belongs; the file is damaged")
+    return int(number)

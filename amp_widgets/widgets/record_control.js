@@ -27,13 +27,16 @@ export default {
     body.append(choose, h("div", { class: "ampw-choices" }, h("span", { class: "ampw-choice" }, dot, where), stop), how);
 
     let offered = null;
+    let was = false;
     const draw = () => {
       const locked = asked.locked();
       const on = model.get("recording");
       if (offered !== model.get("offered")) {
-        if (field.value === (offered ?? "")) field.value = model.get("offered"); // what was typed stays
+        if (["", offered].includes(field.value.trim())) field.value = model.get("offered"); // what was typed stays
         offered = model.get("offered");
       }
+      if (on && !was) field.value = offered; // what was typed is a file by now
+      was = on;
       choose.hidden = on || locked;
       field.disabled = locked;
       setOff(button, locked);

@@ -39,9 +39,9 @@ class RecordState:
         """How it stands when this file is written."""
         if path is not None:
             return RecordState(path=path, size_bytes=_size_bytes(path))
-        if self.path is not None:
-            return RecordState(kept=self.path, size_bytes=_size_bytes(self.path))
-        return self
+        if self.path is None:
+            return self
+        return RecordState(kept=self.path, size_bytes=_size_bytes(self.path)) if self.path.exists() else RecordState()
 
 
 class RecordControl(Control):

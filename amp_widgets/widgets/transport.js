@@ -68,8 +68,11 @@ export default {
         }
       },
     });
+    let typed = null; // and asked for: once that is answered, the field shows where that has led to
     const commit = () => {
-      if (field.value !== field.dataset.drawn) asked.ask({ typed: field.value });
+      if (field.value === field.dataset.drawn) return;
+      typed = field.value;
+      asked.ask({ typed });
     };
     const last = h("span", { class: "ampw-dim" });
     const sentence = h("p", { class: "ampw-sentence" });
@@ -86,7 +89,9 @@ export default {
       if (Number(slider.value) !== step) slider.value = step;
       slider.style.setProperty("--ampw-done", `${100 * placeOf(step)}%`);
       slider.setAttribute("aria-valuetext", `step ${step.toLocaleString("en")} of ${model.get("last").toLocaleString("en")}, ${model.get("time")}`);
-      const editing = field.matches(":focus") && field.value !== field.dataset.drawn;
+      const answered = field.value === typed && !asked.waits();
+      if (answered) typed = null;
+      const editing = field.matches(":focus") && field.value !== field.dataset.drawn && !answered;
       const text = step < 0 ? "" : String(step);
       if (!editing) field.value = text;
       field.dataset.drawn = text;

@@ -249,8 +249,10 @@ def test_overflow_is_counted_apart_and_comes_first(attach: Any) -> None:
     assert f"fp16: loss {error_text(report.loss_errors['fp16'])}; loss scaled by 2^40." in repr(report)
     (note,) = report.notes
     count = sum(layer.nonfinite for layer in report.of("fp16"))
-    assert note == f"fp16: at a loss scale of 2^40 {count} elements of gradients are inf or NaN, at 2^17 none: the scale is too "\
+    assert (
+        note == f"fp16: at a loss scale of 2^40 {count} elements of gradients are inf or NaN, at 2^17 none: the scale is too "
         "large for these gradients."
+    )
     session.request(init_scale=2.0**17)
     session.apply_pending()
     at_that = precision_cost(session, batch(), cross_entropy, formats="fp16")
@@ -331,9 +333,7 @@ def test_complex_parameters_and_outputs(attach: Any, untouched: Untouched, forma
         session.abandon_step()
         values.append((kept["output"], model.inner.weight.grad.clone()))
     handle.remove()
-    output, gradient = (
-        float((one - two).norm() / two.norm()) for one, two in zip(*map(list, values), strict=True)
-    )
+    output, gradient = (float((one - two).norm() / two.norm()) for one, two in zip(*map(list, values), strict=True))
     row = report.layer("inner", format)
     assert row.output_error == pytest.approx(output)
     # in fp16 the loss was scaled here, which changes what is flushed to zero

@@ -151,9 +151,7 @@ def test_a_loop_of_the_users_own_on_another_thread_is_read_between_its_steps() -
     with AmpSession(model, optimizer) as session:
         session.request(autocast="fp16", init_scale=2.0**12)
         asked_on: set[int] = set()
-        read = WeightReader(
-            session, lambda job: session.between_steps(lambda: (asked_on.add(threading.get_ident()), job())[1])
-        )
+        read = WeightReader(session, lambda job: session.between_steps(lambda: (asked_on.add(threading.get_ident()), job())[1]))
         thread = threading.Thread(target=loop)
         thread.start()
         try:

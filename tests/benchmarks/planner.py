@@ -68,13 +68,15 @@ def measured_bytes(session: AmpSession, batch: Batch, loss_fn: Any, layers: Any)
     return peak
 
 
-def budgets_table() -> None:
-    print(f"{'net':9} {'budget':>9} {'predicted':>9} {'measured':>9} {'layers':>6} {'extra':>8} {'usual':>8}")
+def budgets_table(autocast: str) -> None:
+    print(f"{autocast}\n{'net':9} {'budget':>9} {'predicted':>9} {'measured':>9} {'layers':>6} {'extra':>8} {'usual':>8}")
     for name, (make, draw, _) in six_nets().items():
         torch.manual_seed(0)
         inputs = draw()
         batch = inputs, torch.randint(4, (len(inputs),))
         with session_on(make()) as session, planning(session, batch, F.cross_entropy) as planner:
+            session.request(autocast=autocast)
+            session.apply_pending()
             least = planner.plan(1.0).least_peak_bytes
             none = planner._peak(())
             for at in range(BUDGETS):
@@ -177,7 +179,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    budgets_table()
+    for autocast in ("fp32", "bf16"):
+        budgets_table(autocast)
     times_table(options.rounds)
     print("\nplanning for many layers")
     many_layers()

@@ -1077,9 +1077,7 @@ class PlainValidation(Form):
             validate()
 
     @staticmethod
-    def by_hand(
-        hand: Hand, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], held_out: list[Batch]
-    ) -> None:
+    def by_hand(hand: Hand, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch], held_out: list[Batch]) -> None:
         OwnCheckpointingPlain.by_hand(hand, model, optimizer, data)
 
 
@@ -1120,7 +1118,6 @@ class LocalModel(Form):
         scaler = GradScaler("cpu", init_scale=2.0**10)
         OwnCheckpointing.by_hand(hand, model, optimizer, scaler, data)
         return {"model": model, "scale": scaler.get_scale()}
-
 
 
 class Trainer:
@@ -1413,9 +1410,7 @@ class PlainEncoderDecoder(Form):
             optimizer.step()
 
     @staticmethod
-    def by_hand(
-        hand: Hand, encoder: nn.Module, decoder: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]
-    ) -> None:
+    def by_hand(hand: Hand, encoder: nn.Module, decoder: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> None:
         for x, _ in data:
             loss = F.mse_loss(hand.forward(decoder, hand.forward(encoder, x)), x)
             optimizer.zero_grad()
@@ -1697,9 +1692,7 @@ class FrozenTeacher(Form):
             optimizer.step()
 
     @staticmethod
-    def by_hand(
-        hand: Hand, teacher: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]
-    ) -> None:
+    def by_hand(hand: Hand, teacher: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> None:
         for x, y in data:
             with torch.no_grad():
                 soft = teacher(x).softmax(1)
@@ -1778,9 +1771,7 @@ class PerceptualLoss(Form):
             optimizer.step()
 
     @staticmethod
-    def by_hand(
-        hand: Hand, model: nn.Module, features: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]
-    ) -> None:
+    def by_hand(hand: Hand, model: nn.Module, features: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> None:
         for x, _ in data:
             loss = F.l1_loss(hand.forward(features, hand.forward(model, x)), hand.forward(features, x))
             optimizer.zero_grad()

@@ -84,6 +84,11 @@ def test_four_plots_with_units_a_legend_and_steps() -> None:
     assert len(lines(root)) == 6
 
 
+def test_thousands_have_no_exponent() -> None:
+    assert {"500", "1000"} <= set(texts(picture(loss=[1.0, 1.0], peak_bytes=[952, 956])))
+    assert "2e+07" in texts(picture(loss=[0.0, 2e7]))
+
+
 def test_lines_go_through_the_values() -> None:
     loss = [4.0, nan, 1.0, 2.0, 4.0]
     first, second = lines(picture(loss=loss))

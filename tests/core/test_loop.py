@@ -276,6 +276,48 @@ def test_without_a_scaler_the_optimizers_step_is_the_boundary(bench: Bench) -> N
     assert columns["loss"][2] == loss.item()
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["the optimizer itself is stepped", "the scaler steps it"])
+def test_an_update_after_a_step_of_which_nothing_was_scaled_is_no_second_boundary(bench: Bench, scaled: bool) -> None:
+    loop = bench.loop
+    assert loop is not None
+    for step in range(4):
+        x, y = bench.batch()
+        bench.optimizer.zero_grad()
+        with loop.autocast():
+            loss = nn.functional.cross_entropy(bench.model(x), y)
+        loss.backward()
+        if scaled:
+            loop.scaler.step(bench.optimizer)
+        else:
+            bench.optimizer.step()
+        loop.scaler.update()
+        assert loop.history.columns("step")["step"].tolist() == list(range(step + 1))
+
+
+def test_an_optimizer_that_asks_for_the_loss_many_times_makes_one_step(bench: Bench) -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    loop = LiveLoop(model, [optimizer])
+    x, y = bench.batch()
+    asked = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        optimizer.zero_grad()
+        with loop.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        loop.scaler.update()
+    loop.close()
+    assert asked > 3
+    assert loop.history.columns("step")["step"].tolist() == [0, 1, 2]
+
+
 def test_a_strangers_optimizer_is_no_boundary(bench: Bench) -> None:
     loop = loop_of(bench)
     other = nn.Parameter(torch.ones(2))

@@ -79,6 +79,15 @@ class TestRoundTrip:
         assert block["settings"]["checkpointed"] == [HOSTILE]
         assert [layer[0] for layer in block["layers"]] == ["layers.0", HOSTILE]
 
+    def test_facts_are_written_for_people(self, seed: int) -> None:
+        run = RunOf(odd_history(seed))
+        run.facts = {"began": "2026-01-02T03:04:05+00:00", "cuda": None, "processors": 2}
+        page = run_page(run, plotly="none").html().partition('id="run"')[0]
+        assert page.count("2026-01-02 03:04:05 UTC") == 2
+        assert "T03:04:05" not in page
+        assert re.search(r"<td[^>]*>cuda</td>\s*<td[^>]*>–</td>", page)
+        assert re.search(r"<td[^>]*>processors</td>\s*<td[^>]*>2</td>", page)
+
     def test_of_a_long_run_extremes_skips_and_changes_are_there(self, tmp_path: Path) -> None:
         history = long_history(skipped=[5, 70_000, 70_001])
         columns = history.columns()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from amp_widgets.core.history import History
+from amp_widgets.core.history import Event, History
 from amp_widgets.errors import ExportError, MissingExtraError
 from amp_widgets.export.tables import export_csv, export_parquet
 
@@ -57,6 +58,18 @@ def test_tables_in_memory(history: History) -> None:
     assert frame.dtypes.astype(str).to_dict() == {name: "int64" if name == "step" else "float64" for name in history.names}
     assert len(events) == len(history.events())
     assert list(History().events_to_pandas().columns) == list(events.columns)
+
+
+@pytest.mark.parametrize("export", [export_csv, export_parquet])
+def test_half_a_character_stops_nothing(tmp_path: Path, export: Callable[..., tuple[Path, Path]]) -> None:
+    if export is export_parquet:
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'amp-widgets[pandas]'")
+    history = History()
+    history.record(Event(step=0, kind="note", reason="half: \ud800", detail={"layer": "\udfff"}, time_s=0.0))
+    _, events = export(RunOf(history), tmp_path / "run")
+    told = pandas.read_csv(events) if export is export_csv else pandas.read_parquet(events)
+    assert told["reason"].tolist() == ["half: ?"]
+    assert json.loads(told["detail"][0]) == {"layer": "\udfff"}
 
 
 def test_neither_file_is_written_where_one_is_in_the_way(tmp_path: Path, history: History) -> None:

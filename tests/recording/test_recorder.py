@@ -210,7 +210,65 @@ class TestWhileItIsWritten:
             path.parent.chmod(0o700)
 
 
+    def test_closed_while_it_is_read_all_is_in_the_one_file(self, path: Path, source: Source, recorder: Recorder) -> None:
+        source.train(10)
+        recorder.flush()
+        with open_run(path) as reader:
+            recorder.close()
+            alone = path.with_name("alone.db")
+            alone.write_bytes(path.read_bytes())
+            assert len(reader.history) == 10
+        with open_run(alone) as run:
+            assert len(run.history) == 10
+
+    def test_a_copy_of_the_process_leaves_the_file_alone(
+        self, path: Path, source: Source, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as copied:
+            copied.setattr(os, "getpid", lambda: -1)
+            recorder.close()
+        assert not recorder.closed
+        source.train(1)
+        recorder.close()
+        with open_run(path) as run:
+            assert len(run.history) == 1
+
+
 class TestWhenSomethingGoesWrong:
+    def test_a_file_that_another_program_has_locked_is_waited_for_at_the_end(
+        self, path: Path, source: Source, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(recorder_module, "_LAST_PATIENCE_S", 30)
+        other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        source.train(1)
+        recorder.flush()
+        assert "database is locked" in (recorder.notice or "")
+        unlock = threading.Timer(0.2, other.execute, ["ROLLBACK"])
+        unlock.start()
+        recorder.close()
+        unlock.join()
+        other.close()
+        with open_run(path) as run:
+            assert len(run.history) == 1
+
+    def test_what_cannot_be_made_leaves_nothing_behind(
+        self, path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        create = schema.create
+
+        def no_room(connection: sqlite3.Connection, columns: tuple[str, ...]) -> None:
+            create(connection, columns)
+            for companion in ("-wal", "-shm"):  # as on a full disk, where SQLite cannot clear them away
+                path.with_name(path.name + companion).touch()
+            connection.close()
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(schema, "create", no_room)
+        with pytest.raises(RecordingError, match="disk I/O error; choose another place"):
+            Recorder(path, source, facts={})
+        assert not list(path.parent.iterdir())
+
     def test_a_file_that_exists_is_not_written_over(self, path: Path, source: Source, recorder: Recorder) -> None:
         with pytest.raises(RecordingError, match=r"record: .*run\.db exists already, expected the name of a new file"):
             Recorder(path, Source(), facts={})

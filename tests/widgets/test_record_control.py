@@ -63,9 +63,11 @@ def test_a_name_is_offered_and_taken_where_none_is_typed(tmp_path: Path) -> None
     (tmp_path / "run-2030-05-17.db-wal").write_bytes(bytes(2_000_000))
     control.show(state.after(path))
     assert control.sentence == "to run-2030-05-17.db, 2.00 MB"
-    path.unlink()
     control.show(state.after(None))
     assert (control.recording, control.sentence) == (False, "run-2030-05-17.db is kept, 2.00 MB")
+    path.unlink()
+    control.show(state.after(None))
+    assert (control.recording, control.sentence) == (False, "")
     assert RecordState().after(None) == RecordState()
 
 
@@ -87,11 +89,13 @@ def test_the_dashboard_records(session_of, chart_of, messages) -> None:
         dashboard.tick()
     assert messages.updates == [{"sentence": "to b.db, 5.00 kB"}]
     session.recorded_to = Path("b.fork-1.db")  # by a fork
+    session.recorded_to.touch()
     dashboard.tick()
     assert control.sentence.startswith("to b.fork-1.db, ")
     say(control, stop=True)
     assert (session.recorded_to, control.sentence) == (None, "b.fork-1.db is kept, 0 B")
     session.record("c.db")
+    Path("c.db").touch()
     dashboard.tick()
     session.closed, session.recorded_to = True, None
     dashboard.tick()

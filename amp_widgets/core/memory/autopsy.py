@@ -368,7 +368,6 @@ class _Report:
             self.sentences.append("The optimizer's step was broken off: some parameters may have been stepped and others not.")
 
 
-
 _PLURALS = {
     "parameter": "parameters",
     "buffer": "buffers",

@@ -315,4 +315,3 @@ def _layers_within(record: StepRecord) -> list[list[int]]:
 
 def _nested(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
-
