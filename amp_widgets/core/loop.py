@@ -145,7 +145,7 @@ class LiveLoop:
         self._step = 0
         self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
         self._open: OpenStep | None = None
-        self._ended_by_optimizers = False  # the last step; an `update()` of which nothing was scaled ends it once more, to no effect
+        self._ended_by_optimizers = False  # the last step, so that `update()`, where nothing was scaled, is no second boundary
         self._owner: int | None = None
         self._closed = False
 

@@ -37,8 +37,8 @@ class RunFigures:
         self.limit = LINE_POINTS if step.size > LINE_POINTS else None
         """Points that a line is reduced to; None where all are drawn."""
         ends = [*step[[0, -1]].tolist(), *(event.step for event in events)] if step.size else [0, 1]
-        margin = 0.02 * max(max(ends) - min(ends), 1)
-        self._across = [min(ends) - margin, max(ends) + margin]
+        length = max(max(ends) - min(ends), 1)
+        self._across = [min(ends) - 0.06 * length, max(ends) + 0.02 * length]  # a mark at the first step is beside the titles
 
     def training(self, theme: Theme) -> go.Figure:
         """Loss, loss scale and memory; every skipped step and every change of the scale, however long the run is."""

@@ -209,7 +209,6 @@ class TestWhileItIsWritten:
         finally:
             path.parent.chmod(0o700)
 
-
     def test_closed_while_it_is_read_all_is_in_the_one_file(self, path: Path, source: Source, recorder: Recorder) -> None:
         source.train(10)
         recorder.flush()
@@ -252,9 +251,7 @@ class TestWhenSomethingGoesWrong:
         with open_run(path) as run:
             assert len(run.history) == 1
 
-    def test_what_cannot_be_made_leaves_nothing_behind(
-        self, path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_cannot_be_made_leaves_nothing_behind(self, path: Path, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
         create = schema.create
 
         def no_room(connection: sqlite3.Connection, columns: tuple[str, ...]) -> None:
