@@ -688,7 +688,7 @@ class LiveLoop:
             self._settings, self._step = standing.settings, standing.step
 
     def check_request(self, changes: Mapping[str, Any], in_force: Settings, *, source: str) -> dict[str, Any]:
-        """The changes as they would be in force from `in_force` on; nothing waits.
+        """The `changes` as they would be in force from `in_force` on; nothing waits.
 
         Raises
         ------
