@@ -3,6 +3,7 @@
 # make gpu    the core checks on CUDA; needs only torch, numpy and pytest in $(PYTHON)
 # make bench  what a session costs a training step, on this machine
 # make docs   the API reference, from the docstrings, into build/docs
+# make messages  renew the catalogues of texts from the sources; translations are kept
 SHELL := bash
 PYTHON ?= python3
 LAB_ARGS ?=
@@ -15,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench lessons docs freeze clean
+.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench messages lessons docs freeze clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -100,7 +101,7 @@ browser: $(VENV)/.dev browser-needs
 browser-needs:
 	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "installing chromium for the browser tests"; export DEBIAN_FRONTEND=noninteractive; log=$$(mktemp); \
-	    { apt-get -q update; apt-get -qy install --no-install-recommends chromium fonts-dejavu-core; } >$$log 2>&1 </dev/null \
+	    { apt-get -q update; apt-get -qy install --no-install-recommends chromium fonts-dejavu-core fonts-noto-cjk; } >$$log 2>&1 </dev/null \
 	        || { tail -n 5 $$log; echo "chromium could not be installed"; }; \
 	    rm -f $$log; \
 	fi
@@ -120,6 +121,9 @@ lessons: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python tools/build_reference.py
+
+messages: $(VENV)/.dev
+	$(BIN)/python tools/messages.py
 
 freeze: $(VENV)/.dev
 	{ head -n 1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new

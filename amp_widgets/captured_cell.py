@@ -17,6 +17,7 @@ from amp_widgets.cell import run_cell
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import MissingExtraError, RecordingError, SettingsError
+from amp_widgets.language import in_language
 from amp_widgets.session import AmpSession
 from amp_widgets.widgets.picture import Picture
 
@@ -130,7 +131,7 @@ class CapturedCell:
             try:
                 session.memory_budget = self._budget
             except SettingsError as error:
-                print(f"%amp budget: refused: {error}")
+                print(in_language(f"%amp budget: refused: {error}"))
         return session
 
     def _found(self, loop: LiveLoop) -> None:
@@ -146,12 +147,12 @@ class CapturedCell:
             try:
                 loop.record(path)
             except RecordingError as error:
-                print(f"%amp record: refused: {error}")
+                print(in_language(f"%amp record: refused: {error}"))
         for changes, at_step in self._requests:
             try:
                 _ask(loop, changes, at_step)
             except SettingsError as error:  # only now that the model is known; the dashboard says it too, until the next change
-                print(f"%amp set: refused: {error}")
+                print(in_language(f"%amp set: refused: {error}"))
         self._requests.clear()  # a second model in the cell is another story
         self._shown = True
         try:
@@ -215,10 +216,10 @@ class _Sentence:
         self._text = text
 
     def __repr__(self) -> str:
-        return self._text
+        return in_language(self._text)
 
     def _repr_html_(self) -> str:
-        return f"<div>{html.escape(self._text)}</div>"
+        return f"<div>{html.escape(repr(self))}</div>"
 
 
 def _ask(session: AmpSession, changes: Mapping[str, Any], at_step: int | None) -> Mapping[str, Any]:

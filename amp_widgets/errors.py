@@ -73,6 +73,10 @@ class MagicError(AmpWidgetsError, ValueError):
     """A ``%amp`` line that cannot be understood."""
 
 
+class LanguageError(AmpWidgetsError, ValueError):
+    """A language was asked for in which nothing can be shown."""
+
+
 class FormatError(AmpWidgetsError, ValueError):
     """A number format was named that does not exist, or asked for what it does not have."""
 

@@ -20,7 +20,7 @@ from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scal
 from amp_widgets.demos import DEMOS, demo, is_scenario, scenario
 from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError, SettingsError
 from amp_widgets.replay_magics import HELP as REPLAY_HELP
-from amp_widgets.replay_magics import Replay, in_one_line, words_of
+from amp_widgets.replay_magics import Replay, in_one_line, speak, words_of
 from amp_widgets.session import AmpSession, newest_session
 from amp_widgets.widgets.picture import Picture
 
@@ -97,6 +97,8 @@ class AmpMagics(Magics):
             self._replay.show(words[1:])
         elif words[0] == "compare":
             self._compare.show(words[1:])
+        elif words[0] == "lang":
+            speak(words[1:])
         elif words[0] == "note":
             _note(" ".join(words[1:]))
         elif words == ["formats"]:

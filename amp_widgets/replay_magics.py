@@ -12,10 +12,12 @@ from amp_widgets.cell import cell_id
 from amp_widgets.compare_magic import HELP as COMPARE_HELP
 from amp_widgets.compare_magic import Compare
 from amp_widgets.errors import AmpWidgetsError, MagicError
+from amp_widgets.language import LANGUAGES, language, say, set_language
 from amp_widgets.recorded_run import RecordedRun, open_run
 
 HELP = """\
-%amp replay run.db                 a run that was recorded, step by step; one that is being recorded is followed"""
+%amp replay run.db                 a run that was recorded, step by step; one that is being recorded is followed
+%amp lang ko                       the language of what is shown: en, ko; without a code: which one it is"""
 WITHOUT_TORCH = (
     "torch is not installed: a run that was recorded can be looked at, and nothing else. The whole of %amp needs torch"
 )
@@ -93,6 +95,8 @@ class ReplayMagics(Magics):
                 self._replay.show(words[1:])
             elif cell is None and words[:1] == ["compare"]:
                 self._compare.show(words[1:])
+            elif cell is None and words[:1] == ["lang"]:
+                speak(words[1:])
             elif cell is None and words in ([], ["help"], ["status"]):
                 print(f"{HELP}\n{COMPARE_HELP}\n\n{WITHOUT_TORCH}.")
             else:
@@ -119,6 +123,31 @@ def unregister(shell: Any) -> None:
             magics.close()
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("amp", None)
+
+
+def speak(words: list[str]) -> None:
+    """``%amp lang``: say which language is in force, or change it.
+
+    Raises
+    ------
+    MagicError
+        When more than one is named.
+    LanguageError
+        When there is no such language.
+    """
+    if len(words) > 1:
+        raise MagicError(f"%amp lang: got {len(words)} words, expected one of {', '.join(LANGUAGES)}")
+    if words:
+        set_language(words[0])
+        print(
+            say(
+                "language: {name}. Dashboards of open sessions follow at once, all else when it is shown next",
+                name=LANGUAGES[language()],
+            )
+        )
+    else:
+        known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
+        print(say("language: {name}; there are {known}", name=LANGUAGES[language()], known=known))
 
 
 def words_of(line: str) -> list[str]:

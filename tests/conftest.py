@@ -16,6 +16,9 @@ import pytest
 # Before torch is imported, for child processes too: threads that wait for each other on a busy machine slow tiny models tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Texts are compared as they are in the code; for the kernels and pages that tests start, too.
+os.environ["AMP_WIDGETS_LANG"] = "en"
+
 HERE = Path(__file__).parent
 MARKERS = {"browser": pytest.mark.browser, "notebooks": pytest.mark.notebook, "gpu": pytest.mark.gpu}
 TIMEOUTS_S = {"browser": 180, "notebooks": 180, "gpu": 120}

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "amp_widgets"
 # From the ground up. A part may import every part on a lower line, and nothing on its own line or above.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("language",),
     ("charts", "kernel", "cell"),
     ("core",),
     ("analysis", "runner", "recording", "capture"),
@@ -36,11 +37,14 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Stricter than the order: all that these may import of the package.
-ONLY = {"kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors"}, "core": {"errors"}}
+ONLY = {
+    "language": {"errors"}, "kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors", "language"}, "core": {"errors"},
+}  # fmt: skip
 
 # What these may import of others, beside the standard library.
 OTHERS = {
     "errors": set[str](),
+    "language": set[str](),
     "kernel": {"IPython", "ipykernel", "comm", "zmq", "tornado", "traitlets", "ipywidgets"},
     "cell": {"IPython"},
     "charts": {"plotly", "numpy", "anywidget", "ipywidgets", "tsdownsample", "traitlets", "IPython"},
@@ -48,7 +52,7 @@ OTHERS = {
 }
 # Modules that must not import torch, nor a module of the package that does.
 WITHOUT_TORCH = (
-    "errors", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export", "recording",
+    "errors", "language", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export", "recording",
     "runs_comparison", "compare_magic", "widgets.runs_view",
 )  # fmt: skip
 

@@ -13,7 +13,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
 from amp_widgets.demos import DEMOS
-from amp_widgets.errors import DemoError, LayerError, MagicError, ModelError, RecordingError, SettingsError
+from amp_widgets.errors import DemoError, LanguageError, LayerError, MagicError, ModelError, RecordingError, SettingsError
+from amp_widgets.language import set_language
 from amp_widgets.magics import HELP, parse_settings, parse_size
 from amp_widgets.recording.run import open_run
 from amp_widgets.session import AmpSession, newest_session
@@ -278,3 +279,18 @@ def test_formats_reads_the_weights_of_the_newest_session(shell: Any) -> None:
 def test_the_help_names_every_demo() -> None:
     line = HELP[HELP.index("%amp demo") : HELP.index("%amp MODEL")]
     assert all(name in line for name in DEMOS)
+
+
+def test_the_language(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        shell.run_line_magic("amp", "lang")
+        assert capsys.readouterr().out == "language: English; there are en (English), ko (한국어)\n"
+        shell.run_line_magic("amp", "lang ko")
+        assert capsys.readouterr().out.startswith("언어: 한국어.")
+        with pytest.raises(LanguageError, match="got 'xx', expected one of en"):
+            shell.run_line_magic("amp", "lang xx")
+        with pytest.raises(MagicError, match="got 2 words"):
+            shell.run_line_magic("amp", "lang en ko")
+    finally:
+        set_language(None)
+    assert "%amp lang ko" in HELP

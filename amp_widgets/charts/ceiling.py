@@ -9,6 +9,7 @@ from typing import Any
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Colours
 from amp_widgets.charts.peaks import StepLike, memory_text, peak_of, place_at
+from amp_widgets.language import in_language, say
 
 FAR = 3.0
 """A ceiling so many times as high as the mountain is named instead of drawn: the mountain would be too small to be read."""
@@ -17,7 +18,7 @@ NOTE_CHARACTERS = 44
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ceiling:
-    """A height that memory may not go above, such as a ``budget``."""
+    """A height that memory may not go above, such as a ``budget``; the name is English, and shown in the reader's language."""
 
     size_bytes: float
     name: str
@@ -25,7 +26,7 @@ class Ceiling:
     @property
     def text(self) -> str:
         """``budget 120.0 MB``."""
-        return f"{self.name} {memory_text(self.size_bytes)}"
+        return f"{in_language(self.name)} {memory_text(self.size_bytes)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class Death:
 
     def where(self, step: StepLike) -> str:
         """The place, not escaped."""
-        return self.place or place_at(step, len(step.time_s) - 1)
+        return in_language(self.place) or place_at(step, len(step.time_s) - 1)
 
     def asked_bytes(self, step: StepLike) -> float:
         """In use then, and what was requested besides."""
@@ -65,18 +66,24 @@ class Death:
         if self.ceiling is None or not self.ceiling.name.startswith("budget") or highest <= self.ceiling.size_bytes:
             return ""
         budget = memory_text(self.ceiling.size_bytes)
-        return (
-            f"earlier in the step {memory_text(highest)} were held, more than the budget of {budget}: only what an operator "
-            "asks for is measured against it, not what was there before"
+        return say(
+            "earlier in the step {size} were held, more than the budget of {budget}: only what an operator "
+            "asks for is measured against it, not what was there before",
+            size=memory_text(highest),
+            budget=budget,
         )
 
 
 def death_text(step: StepLike, death: Death) -> str:
     """One step that ran out of memory, in a sentence; not escaped."""
     used = float(step.bytes_by_kind[-1].sum()) if len(step.bytes_by_kind) else 0.0
-    more = f" and {memory_text(death.requested_bytes)} more requested" if math.isfinite(death.requested_bytes) else ""
-    limit = f", {death.ceiling.text}" if death.ceiling is not None else ""
-    return f"out of memory {death.where(step)}".rstrip() + f": {memory_text(used)} in use{more}{limit}"
+    values = {"place": death.where(step), "used": memory_text(used), "more": memory_text(death.requested_bytes)}
+    if math.isfinite(death.requested_bytes):
+        told = say("out of memory {place}: {used} in use and {more} more requested", **values)
+    else:
+        told = say("out of memory {place}: {used} in use", **values)
+    told = told.replace(" :", ":")  # where the place is not known
+    return told if death.ceiling is None else f"{told}, {death.ceiling.text}"
 
 
 def deaths_text(
@@ -94,18 +101,18 @@ def deaths_text(
     parts = []
     for step, death in ((before, before_death), (after, after_death)):
         if death is None:
-            parts.append(f"peak {memory_text(peak_of(step)[1])}")
+            parts.append(say("peak {size}", size=memory_text(peak_of(step)[1])))
             continue
         other = death.ceiling is not None and death.ceiling != ceiling
         limit = f" ({death.ceiling.text})" if death.ceiling is not None and other else ""
-        parts.append(f"out of memory at {memory_text(death.asked_bytes(step))}{limit}")
+        parts.append(say("out of memory at {size}", size=memory_text(death.asked_bytes(step))) + limit)
     if ceiling is None:
-        end = "; no budget is set now" if before_death is not None and before_death.ceiling is not None else ""
+        end = say("; no budget is set now") if before_death is not None and before_death.ceiling is not None else ""
     elif after_death is not None:
-        end = f": it does not fit ({ceiling.text})"
+        end = f": {say('it does not fit')} ({ceiling.text})"
     else:
         left = ceiling.size_bytes - peak_of(after)[1]
-        verdict = f"it fits, {memory_text(left)} to spare" if left >= 0 else "it does not fit"
+        verdict = say("it fits, {size} to spare", size=memory_text(left)) if left >= 0 else say("it does not fit")
         end = f": {verdict} ({ceiling.text})"
     return " → ".join(parts) + end
 
@@ -121,7 +128,14 @@ def ceiling_parts(ceiling: Ceiling, highest: float, stop: float, colours: Colour
     note: dict[str, Any] = {"text": f"<b>{escaped(ceiling.text)}</b>", "showarrow": False, "font": font, "name": "ceiling"}
     note |= {"align": "left", "bgcolor": colours.background, "borderpad": 1}
     if not ceiling_height(ceiling, highest):
-        above = {"text": f"{escaped(ceiling.text)}, far above ↑", "xref": "paper", "yref": "paper", "x": 1, "y": 1, "xshift": -6}
+        above = {
+            "text": say("{ceiling}, far above ↑", ceiling=escaped(ceiling.text)),
+            "xref": "paper",
+            "yref": "paper",
+            "x": 1,
+            "y": 1,
+            "xshift": -6,
+        }
         return [], [note | above | {"xanchor": "right", "yanchor": "top"}]
     line = {
         "type": "line", "xref": "x", "yref": "y", "x0": 0, "x1": stop, "y0": ceiling.size_bytes, "y1": ceiling.size_bytes,
@@ -147,8 +161,8 @@ def death_parts(
         "x": x, "y": top, "text": "<b>✕</b>", "showarrow": False, "font": {"size": 18, "color": colours.alarm},
         "name": f"cross {number}",
     }  # fmt: skip
-    lines = [f"<b>{word}out of memory here</b>"]
-    asked = [f"{memory_text(death.requested_bytes)} requested"] if known else []
+    lines = [f"<b>{word}{say('out of memory here')}</b>"]
+    asked = [say("{size} requested", size=memory_text(death.requested_bytes))] if known else []
     lines.append(escaped(", ".join([*asked, *([death.ceiling.text] if death.ceiling is not None else [])])))
     lines.append(escaped(shortened(death.where(step), NOTE_CHARACTERS)))
     note = {

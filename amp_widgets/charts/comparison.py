@@ -13,6 +13,7 @@ from amp_widgets.charts.label_places import Places
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import memory_text
+from amp_widgets.language import in_language, say
 
 try:
     import plotly.graph_objects as go
@@ -120,7 +121,7 @@ def comparison_figure(rows: Sequence[RowLike], *, title: str | None = None, them
     layout["margin"]["b"] += NOTE_PX * len(notes)
     layout["height"] += NOTE_PX * len(notes)
     if not drawn:
-        layout["annotations"].append(_note("nothing was measured", 0.5, 0.5, colours.muted) | {"xanchor": "center"})
+        layout["annotations"].append(_note(say("nothing was measured"), 0.5, 0.5, colours.muted) | {"xanchor": "center"})
     return go.Figure(traces, layout | {"template": go.layout.Template()})
 
 
@@ -130,9 +131,11 @@ def comparison_sentence(rows: Sequence[RowLike]) -> str:
     least = min(drawn, key=lambda row: row.peak_bytes, default=None)
     fastest = min(drawn, key=lambda row: row.step_s, default=None)
     if least is None or fastest is None or len(drawn) < 2:
-        return "Peak memory and step time"
-    return (
-        f"Least memory: {_short(least)}{_ratio(least.peak_ratio)}; shortest step: {_short(fastest)}{_ratio(fastest.time_ratio)}"
+        return say("Peak memory and step time")
+    return say(
+        "Least memory: {least}; shortest step: {fastest}",
+        least=_short(least) + _ratio(least.peak_ratio),
+        fastest=_short(fastest) + _ratio(fastest.time_ratio),
     )
 
 
@@ -220,16 +223,20 @@ def _hover(row: RowLike) -> str:
     """What is read on pointing. Escaped, also from what a template would fill in."""
     lines = [
         f"<b>{escaped(row.label)}</b>",
-        f"peak {memory_text(row.peak_bytes)}{_ratio(row.peak_ratio)}",
-        f"step {_milliseconds(row.step_s)}{_ratio(row.time_ratio)}, middle half {_milliseconds(row.step_s_low)} to "
-        f"{_milliseconds(row.step_s_high)}",
+        say("peak {size}", size=memory_text(row.peak_bytes) + _ratio(row.peak_ratio)),
+        say(
+            "step {time}, middle half {low} to {high}",
+            time=_milliseconds(row.step_s) + _ratio(row.time_ratio),
+            low=_milliseconds(row.step_s_low),
+            high=_milliseconds(row.step_s_high),
+        ),
     ]
     if not math.isnan(row.loss):
-        lines.append(f"loss {row.loss:.4g}")
+        lines.append(say("loss {loss}", loss=f"{row.loss:.4g}"))
     if not math.isnan(row.gradient_error):
-        lines.append(f"relative error of gradients {row.gradient_error:.1e}")
+        lines.append(say("relative error of gradients {error}", error=f"{row.gradient_error:.1e}"))
     if row.skipped:
-        lines.append(f"skipped steps {row.skipped}")
+        lines.append(say("skipped steps {count}", count=row.skipped))
     return "<br>".join(lines).replace("%{", "%&#123;")
 
 
@@ -240,7 +247,7 @@ def _legend(rows: Sequence[RowLike], symbols: dict[str, str], colours: look.Colo
         colour = FORMAT_COLOURS[theme].get(format, colours.muted)
         entries.append((format, _marker("circle", colour, colours), {"format": format}, "legend"))
     for name, symbol in symbols.items():
-        words = escaped(f"{shortened(name, LEGEND_CHARACTERS)} checkpointed")
+        words = escaped(say("{layers} checkpointed", layers=shortened(name, LEGEND_CHARACTERS)))
         entries.append((words, _marker(symbol, colours.muted, colours), {"layers": name}, "legend2"))
     return [
         {
@@ -257,7 +264,7 @@ def _layout(colours: look.Colours, scale: _Scale) -> dict[str, Any]:
         "orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", "yref": "paper", "bgcolor": "rgba(0,0,0,0)",
         "font": {"size": 12}, "itemclick": False, "itemdoubleclick": False,
     }  # fmt: skip
-    words = "step time, milliseconds" + (" (logarithmic)" if scale.logarithmic else "")
+    words = say("step time, milliseconds (logarithmic)") if scale.logarithmic else say("step time, milliseconds")
     return look.framed(colours, height_px=HEIGHT_PX, margin_px=MARGIN_PX) | {
         "legend": legend | {"y": 1 + 24 / _PLOT_PX},
         "legend2": legend | {"y": 1 + 3 / _PLOT_PX},
@@ -270,7 +277,7 @@ def _layout(colours: look.Colours, scale: _Scale) -> dict[str, Any]:
         "yaxis": axis
         | {
             "range": list(scale.y), "tickformat": "~s", "ticksuffix": "B",
-            "title": {"text": "peak memory", "font": {"size": 12}, "standoff": 4},
+            "title": {"text": say("peak memory"), "font": {"size": 12}, "standoff": 4},
         },
         "shapes": [],
     }  # fmt: skip
@@ -285,7 +292,8 @@ def _reference_lines(row: RowLike, colours: look.Colours) -> list[dict[str, Any]
 
 
 def _not_drawn(row: RowLike) -> str:
-    because = row.why_not or ("its memory was not measured" if math.isnan(row.peak_bytes) else "its time is not known")
+    because = in_language(row.why_not or "")
+    because = because or (say("its memory was not measured") if math.isnan(row.peak_bytes) else say("its time is not known"))
     return shortened(f"{row.label}: {because}", NOTE_CHARACTERS)
 
 

@@ -14,6 +14,7 @@ from amp_widgets.charts import look
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
+from amp_widgets.language import marked, say
 
 try:
     import plotly.graph_objects as go
@@ -77,16 +78,16 @@ class Zone:
 
 
 FP16_ZONES = (
-    Zone(name="becomes zero", short="zero", below=-25),
-    Zone(name="subnormal", short="sub", below=-14),
-    Zone(name="normal", short="normal", below=16),
-    Zone(name="overflow", short="over", below=math.inf),
+    Zone(name=marked("becomes zero"), short=marked("zero"), below=-25),
+    Zone(name=marked("subnormal"), short=marked("sub"), below=-14),
+    Zone(name=marked("normal"), short=marked("normal"), below=16),
+    Zone(name=marked("overflow"), short=marked("over"), below=math.inf),
 )
 BF16_ZONES = (
-    Zone(name="becomes zero", short="zero", below=-134),
-    Zone(name="subnormal", short="sub", below=-126),
-    Zone(name="normal", short="normal", below=128),
-    Zone(name="overflow", short="over", below=math.inf),
+    Zone(name=marked("becomes zero"), short=marked("zero"), below=-134),
+    Zone(name=marked("subnormal"), short=marked("sub"), below=-126),
+    Zone(name=marked("normal"), short=marked("normal"), below=128),
+    Zone(name=marked("overflow"), short=marked("over"), below=math.inf),
 )
 
 ZONE_COLOURS: dict[Theme, tuple[str, str, str, str]] = {
@@ -141,7 +142,7 @@ def exponent_figure(
     layout["shapes"], layout["annotations"] = _zones(low, high, theme, colours)
     if not x.size:
         layout["annotations"].append(
-            _note("no gradient that is neither zero nor inf or NaN", (low + high) / 2, 0.5, colours.muted, 12)
+            _note(say("no gradient that is neither zero nor inf or NaN"), (low + high) / 2, 0.5, colours.muted, 12)
         )
     return go.Figure(traces, layout | {"template": go.layout.Template()})
 
@@ -153,9 +154,11 @@ def exponent_sentence(range_like: RangeLike, scale: float | None = None, layers:
 
 
 def _words(range_like: RangeLike, rows: Sequence[LayerRangeLike], scale: float) -> str:
-    of = shortened(rows[0].layer, 40) if len(rows) == 1 else f"{len(rows)} layers"
-    real = "" if scale == range_like.scale else f", if it were {_power(scale)}"
-    return f"Gradients of step {range_like.step:,}, {of}, at loss scale {_power(range_like.scale)}{real}"
+    of = shortened(rows[0].layer, 40) if len(rows) == 1 else say("{count} layers", count=len(rows))
+    values = {"step": f"{range_like.step:,}", "layers": of, "scale": _power(range_like.scale), "other": _power(scale)}
+    if scale == range_like.scale:
+        return say("Gradients of step {step}, {layers}, at loss scale {scale}", **values)
+    return say("Gradients of step {step}, {layers}, at loss scale {scale}, if it were {other}", **values)
 
 
 def _power(scale: float) -> str:
@@ -199,7 +202,7 @@ def _traces(
         traces.append(
             {
                 "type": "bar",
-                "name": f"{zone.name} in fp16",
+                "name": say("{zone} in fp16", zone=say(zone.name)),
                 "x": x[inside] + 0.5,
                 "y": share[inside],
                 "width": 0.92,
@@ -207,9 +210,11 @@ def _traces(
                 "customdata": [
                     [_edge(edge), _edge(edge + 1), f"{n:,.0f}"] for edge, n in zip(x[inside], count[inside], strict=True)
                 ],
-                "hovertemplate": "from %{customdata[0]} to below %{customdata[1]}<br>"
-                "<b>%{y:.3~g} %</b>, %{customdata[2]} gradients"
-                f"<extra>{zone.name} in fp16</extra>",
+                "hovertemplate": say(
+                    "from {low} to below {high}<br><b>{share}</b>, {count} gradients",
+                    low="%{customdata[0]}", high="%{customdata[1]}", share="%{y:.3~g} %", count="%{customdata[2]}",
+                )
+                + f"<extra>{say('{zone} in fp16', zone=say(zone.name))}</extra>",
                 "meta": {"format": "fp16", "zone": zone.short},
             }
         )  # fmt: skip
@@ -232,12 +237,14 @@ def _layout(colours: look.Colours, low: float, high: float) -> dict[str, Any]:
         | {
             "range": [low, high], "showgrid": False, "tickangle": 0,
             "tickvals": list(ticks), "ticktext": [_edge(tick) for tick in ticks],
-            "title": {"text": "size of a gradient as it is stored: true size × loss scale", "font": {"size": 12}, "standoff": 8},
+            "title": {
+                "text": say("size of a gradient as it is stored: true size × loss scale"), "font": {"size": 12}, "standoff": 8,
+            },
         },
         "yaxis": axis
         | {
             "type": "log", "range": [math.log10(100 * LEAST_SHARE) - 0.1, 2.05], "ticksuffix": " %", "tickformat": "~g",
-            "dtick": 1, "title": {"text": "share of gradients", "font": {"size": 12}, "standoff": 4},
+            "dtick": 1, "title": {"text": say("share of gradients"), "font": {"size": 12}, "standoff": 4},
         },
     }  # fmt: skip
 
@@ -257,7 +264,8 @@ def _zones(low: float, high: float, theme: Theme, colours: look.Colours) -> tupl
             if end > start:
                 band = {"type": "rect", "xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": bottom, "y1": top}
                 shapes.append(band | {"fillcolor": _faint(colour, 0.28), "line": {"width": 1, "color": colours.background}})
-                name = zone.name if end - start >= CHARACTER * len(zone.name) else zone.short
+                whole = say(zone.name)
+                name = whole if end - start >= CHARACTER * len(whole) else say(zone.short)
                 if end - start > 3:
                     notes.append(_note(name, (start + end) / 2, middle, colours.text, 11))
                 if format == "fp16" and low < zone.below < high:

@@ -60,7 +60,7 @@ class FigurePage {
       await this.drawNow();
     } catch (error) {
       console.error("amp_widgets: the figure could not be drawn", error);
-      this.say(`The figure cannot be shown: ${error}`);
+      this.tell(say("The figure cannot be shown: {error}", { error }));
     }
     this.planned = false;
     if (this.wanted) this.schedule();
@@ -71,13 +71,13 @@ class FigurePage {
     this.root.setAttribute("aria-label", this.model.get("label"));
     const empty = !figure.data;
     this.plot.hidden = empty;
-    this.say(empty ? this.model.get("note") : this.plotly ? "" : "Loading the figure …");
+    this.tell(empty ? this.model.get("note") : this.plotly ? "" : say("Loading the figure …"));
     const width = Math.floor(this.root.clientWidth);
     this.width = width;
     if (empty || width < 50) return; // out of sight; when it comes into sight its width changes, and it is drawn
     this.plotly ??= await loadedPlotly(this.model);
     if (this.ended.signal.aborted) return;
-    this.say("");
+    this.tell("");
     const { data, layout } = structuredClone({ data: figure.data, layout: figure.layout });
     if (isDark()) for (const [path, value] of figure.dark) put({ data, layout }, path, value);
     const described = layout.paper_bgcolor;
@@ -132,7 +132,7 @@ class FigurePage {
     }
   }
 
-  say(text) {
+  tell(text) {
     this.note.textContent = text;
     this.note.hidden = text === "";
   }

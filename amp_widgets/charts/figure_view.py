@@ -11,6 +11,7 @@ from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.page_scripts import page_script
 from amp_widgets.charts.two_themes import two_themes
+from amp_widgets.language import page_script_in_language, say
 
 try:
     import anywidget
@@ -42,7 +43,9 @@ class FigureView(anywidget.AnyWidget):
     label = traitlets.Unicode(help="What a screen reader says of the figure.").tag(sync=True)
     asset = traitlets.Instance(PlotlyAsset).tag(sync=True, **widget_serialization)
 
-    def __init__(self, *, note: str = "nothing to show yet") -> None:
+    def __init__(self, *, note: str = "") -> None:
+        note = note or say("nothing to show yet")
+        self._esm = page_script_in_language(type(self)._esm)
         super().__init__(note=note, label=note, asset=plotly_asset())
 
     def show(self, draw: Callable[[Theme], go.Figure], *, label: str) -> None:

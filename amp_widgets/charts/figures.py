@@ -14,6 +14,7 @@ from amp_widgets.charts.decimate import Points
 from amp_widgets.charts.labels import MARKED_KINDS, EventLike, event_label, event_text, short_event_label
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.series import NAN, POSITIVE_INFINITY, lone, series_of, thinned, thinned_to_extremes
+from amp_widgets.language import say
 
 try:
     import plotly.graph_objects as go
@@ -88,7 +89,7 @@ def _data(trace: Mapping[str, Any], series: Mapping[str, Points], events: Sequen
 
 def _not_finite_text(code: float) -> str:
     if code == NAN:
-        return "NaN, or not recorded"
+        return say("NaN, or not recorded")
     return "+inf" if code == POSITIVE_INFINITY else "-inf"
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from amp_widgets.language import in_language, say, say_number
+
 
 class EventLike(Protocol):
     """What a chart reads of an event; an ``amp_widgets.core.history.Event`` is one."""
@@ -45,19 +47,19 @@ def shortened(text: str, characters: int) -> str:
 
 def event_label(event: EventLike) -> str:
     """A few words for the line of an event: ``fp16, 4 layers``. Escaped."""
-    return escaped(shortened(", ".join(_changes(event)) or event.reason, LABEL_CHARACTERS))
+    return escaped(shortened(", ".join(_changes(event)) or in_language(event.reason), LABEL_CHARACTERS))
 
 
 def short_event_label(event: EventLike) -> str:
     """The same for where there is little room, the first change and how many more: ``fp16 +1``. Escaped."""
-    first, *others = _changes(event) or [event.reason]
+    first, *others = _changes(event) or [in_language(event.reason)]
     more = f" +{len(others)}" if others else ""
     return escaped(shortened(first, SHORT_LABEL_CHARACTERS - len(more)) + more)
 
 
 def event_text(event: EventLike) -> str:
     """What is read on pointing at the mark of an event. Escaped."""
-    return escaped(shortened(event.reason, HOVER_CHARACTERS))
+    return escaped(shortened(in_language(event.reason), HOVER_CHARACTERS))
 
 
 def _changes(event: EventLike) -> list[str]:
@@ -69,23 +71,23 @@ def _change(name: str, value: Any) -> str:
         case "autocast":
             return str(value)
         case "scaling":
-            return "scaling on" if value else "scaling off"
+            return say("scaling on") if value else say("scaling off")
         case "init_scale":
-            return f"scale {_number(value)}"
+            return say("scale {scale}", scale=_number(value))
         case "growth_factor":
-            return f"growth ×{_number(value)}"
+            return say("growth ×{factor}", factor=_number(value))
         case "backoff_factor":
-            return f"backoff ×{_number(value)}"
+            return say("backoff ×{factor}", factor=_number(value))
         case "growth_interval":
-            return f"growth every {_number(value)}"
+            return say("growth every {count}", count=_number(value))
         case "min_scale":
-            return "no floor" if value is None else f"floor {_number(value)}"
+            return say("no floor") if value is None else say("floor {scale}", scale=_number(value))
         case "max_scale":
-            return "no cap" if value is None else f"cap {_number(value)}"
+            return say("no cap") if value is None else say("cap {scale}", scale=_number(value))
         case "checkpointed" if isinstance(value, (list, tuple)):
-            return f"{len(value)} layer{'' if len(value) == 1 else 's'}"
+            return say_number("{count} layer", "{count} layers", len(value))
         case "fp32_layers" if isinstance(value, (list, tuple)):
-            return f"{len(value)} in fp32"
+            return say("{count} in fp32", count=len(value))
         case _:
             return f"{name} {_number(value)}"
 

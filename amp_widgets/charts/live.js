@@ -129,15 +129,15 @@ class View {
   build(el) {
     this.root = element("div", "amp-chart");
     this.root.setAttribute("role", "group");
-    this.root.setAttribute("aria-label", "Training charts: nothing recorded yet");
+    this.root.setAttribute("aria-label", say("Training charts: nothing recorded yet"));
     const bar = element("div", "amp-chart-bar");
-    this.followButton = button("Follow", "Show the whole run and keep up with its newest step", () => this.startFollowing());
-    this.logButton = button("Log loss", "Show the loss on a logarithmic axis", () => this.toggleLog());
+    this.followButton = button(say("Follow"), say("Show the whole run and keep up with its newest step"), () => this.startFollowing());
+    this.logButton = button(say("Log loss"), say("Show the loss on a logarithmic axis"), () => this.toggleLog());
     this.stateText = element("span", "amp-chart-state");
     bar.append(this.followButton, this.logButton, this.stateText);
     this.plot = element("div", "amp-chart-plot");
     this.plot.style.minHeight = `${this.spec.themes.light.layout.height}px`;
-    this.plot.textContent = "Loading the charts …";
+    this.plot.textContent = say("Loading the charts …");
     this.root.append(bar, this.plot);
     el.append(this.root);
     this.showButtons();
@@ -188,7 +188,7 @@ class View {
       this.plotly = await loadedPlotly(this.model);
     } catch (error) {
       console.error(error);
-      this.plot.textContent = `The charts cannot be shown: ${error}`;
+      this.plot.textContent = say("The charts cannot be shown: {error}", { error });
       return;
     }
     if (this.ended.signal.aborted) return;
@@ -283,7 +283,7 @@ class View {
     }
     const { x, y } = part === "lone" ? lone(lines[series]) : lines[series];
     if (series !== "not_finite") return { ...trace, x, y };
-    const text = Array.from(y, (code) => (code === 0 ? "NaN, or not recorded" : code > 0 ? "+inf" : "-inf"));
+    const text = Array.from(y, (code) => (code === 0 ? say("NaN, or not recorded") : code > 0 ? "+inf" : "-inf"));
     return { ...trace, x, y: y.map(() => this.spec.top_edge), text };
   }
 
@@ -295,7 +295,7 @@ class View {
       found.set(place, { ...event, hidden: (found.get(place)?.hidden ?? -1) + 1 });
     }
     return [...found.values()].map((event) => {
-      const more = event.hidden ? ` (and ${event.hidden} more close by: zoom in)` : "";
+      const more = event.hidden ? ` ${say("(and {count} more close by: zoom in)", { count: event.hidden })}` : "";
       return { ...event, text: event.text + more };
     });
   }
@@ -311,9 +311,9 @@ class View {
     if (this.logLoss) {
       Object.assign(layout.yaxis, { type: "log", tickformat: "~g", dtick: this.logDtick(lines.loss.y) }); // with powers of ten the font would be larger
       const none = !lines.loss.y.some((loss) => loss > 0);
-      if (none && lines.loss.x.length) Object.assign(named("note loss"), { visible: true, text: "no loss above 0" });
+      if (none && lines.loss.x.length) Object.assign(named("note loss"), { visible: true, text: say("no loss above 0") });
       if (none) layout.yaxis.showticklabels = false;
-      else if (lines.loss.y.some((loss) => loss <= 0)) named("title loss").text += " · only above 0";
+      else if (lines.loss.y.some((loss) => loss <= 0)) named("title loss").text += ` · ${say("only above 0")}`;
     }
     named("title memory").text = wrapped(named("title memory").text, plotWidth / this.spec.flags.character_px);
     named("title step").visible = plotWidth > 480; // else the legend is there
@@ -481,18 +481,18 @@ class View {
     if (run.lastStep === null) return;
     const newest = (name) => run.series[name].y[run.series[name].size - 1];
     const steps = run.lastStep + 1; // steps count from 0
-    const parts = [`${steps.toLocaleString("en")} step${steps === 1 ? "" : "s"}`];
+    const parts = [steps === 1 ? say("1 step") : say("{count} steps", { count: steps.toLocaleString("en") })];
     const loss = newest("loss");
-    if (run.series.loss.size || run.series.not_finite.size) parts.push(`loss ${Number.isNaN(loss) ? "not finite" : loss?.toPrecision(4)}`);
+    if (run.series.loss.size || run.series.not_finite.size) parts.push(Number.isNaN(loss) ? say("loss not finite") : say("loss {loss}", { loss: loss?.toPrecision(4) }));
     const scale = newest("scale");
-    if (Number.isFinite(scale)) parts.push(scale === 0 ? "loss not scaled" : `loss scale 2^${Number(scale.toFixed(2))}`);
+    if (Number.isFinite(scale)) parts.push(scale === 0 ? say("loss not scaled") : say("loss scale {scale}", { scale: `2^${Number(scale.toFixed(2))}` }));
     const peak = run.series.peak.y.findLast((value) => !Number.isNaN(value));
-    if (peak !== undefined) parts.push(`peak memory ${bytesText(peak)}`);
-    if (run.skipped) parts.push(`${run.skipped.toLocaleString("en")} skipped step${run.skipped === 1 ? "" : "s"}`);
+    if (peak !== undefined) parts.push(say("peak memory {size}", { size: bytesText(peak) }));
+    if (run.skipped) parts.push(run.skipped === 1 ? say("1 skipped step") : say("{count} skipped steps", { count: run.skipped.toLocaleString("en") }));
     const summary = parts.join(", ");
-    const overview = run.exactFrom > -Infinity && !this.detail ? " · overview: zoom in for every step" : "";
+    const overview = run.exactFrom > -Infinity && !this.detail ? ` · ${say("overview: zoom in for every step")}` : "";
     this.stateText.textContent = parts.join(" · ") + overview;
-    this.root.setAttribute("aria-label", `Training charts: ${summary}`);
+    this.root.setAttribute("aria-label", say("Training charts: {summary}", { summary }));
   }
 }
 

@@ -25,6 +25,7 @@ from amp_widgets.charts.page_data import OVERVIEW_POINTS, PageData
 from amp_widgets.charts.page_scripts import page_script
 from amp_widgets.charts.series import COLUMNS, SERIES, series_of, thinned
 from amp_widgets.errors import SessionClosedError
+from amp_widgets.language import marked, page_script_in_language, say
 
 try:
     import anywidget
@@ -71,7 +72,7 @@ class TrainingChart(anywidget.AnyWidget):
     full = traitlets.Any(None, allow_none=True).tag(sync=True, to_json=lambda _, chart: chart._full_state())
     memory_source = traitlets.Unicode()
 
-    def __init__(self, *, memory_source: str = "not measured", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, memory_source: str = marked("not measured"), clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.RLock()
         self._page = PageData()
         self._sequence = 0
@@ -80,6 +81,7 @@ class TrainingChart(anywidget.AnyWidget):
         self._cursor: Any = None
         self._events_read = 0
         self._closed = False
+        self._esm = page_script_in_language(type(self)._esm)
         super().__init__(memory_source=memory_source, spec=_spec(memory_source), asset=plotly_asset())
         self.on_msg(_received)
 
@@ -262,7 +264,7 @@ def _spec(memory_source: str) -> dict[str, Any]:
     return {
         "series": SERIES,
         "themes": themes,
-        "plots": {name: dataclasses.asdict(plot) for name, plot in look.PLOTS.items()},
+        "plots": {name: dataclasses.asdict(plot) | {"empty_note": say(plot.empty_note)} for name, plot in look.PLOTS.items()},
         "event_symbols": look.EVENT_SYMBOLS,
         "top_edge": look.TOP_EDGE,
         "flags": {

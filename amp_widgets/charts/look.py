@@ -13,6 +13,7 @@ import numpy.typing as npt
 from amp_widgets.charts import flags
 from amp_widgets.charts.labels import escaped
 from amp_widgets.charts.series import LINES
+from amp_widgets.language import in_language, marked, say
 
 Theme = Literal["light", "dark"]
 HEIGHT_PX = 630
@@ -31,9 +32,11 @@ class Plot:
 
 
 PLOTS = {
-    "loss": Plot(domain=(0.70, 1.0), axis="yaxis", series=("loss",), empty_note="no finite loss so far"),
-    "scale": Plot(domain=(0.36, 0.61), axis="yaxis2", series=("scale", "skipped"), empty_note="the loss is not scaled"),
-    "memory": Plot(domain=(0.0, 0.27), axis="yaxis3", series=("allocated", "peak", "reserved"), empty_note="not measured"),
+    "loss": Plot(domain=(0.70, 1.0), axis="yaxis", series=("loss",), empty_note=marked("no finite loss so far")),
+    "scale": Plot(domain=(0.36, 0.61), axis="yaxis2", series=("scale", "skipped"), empty_note=marked("the loss is not scaled")),
+    "memory": Plot(
+        domain=(0.0, 0.27), axis="yaxis3", series=("allocated", "peak", "reserved"), empty_note=marked("not measured")
+    ),
 }
 TOP_EDGE = 0.96
 """Where losses that are not finite are marked, as a part of the height of the loss plot."""
@@ -81,7 +84,7 @@ def traces(colours: Colours) -> list[dict[str, Any]]:
     """The traces without data. ``meta`` names the series of each and its part: ``line``, ``lone`` or ``marks``."""
     found = []
     for name in LINES:
-        look = {"hovertemplate": "%{y:.4~s}B (%{y:,d} bytes)"} | _LINES[name]
+        look = {"hovertemplate": bytes_hover()} | _LINES[name]
         line = {"color": getattr(colours, name), "width": 1.5} | look.get("line", {})
         found.append(_trace(name, "line", look | {"mode": "lines", "line": line, "connectgaps": False, "legendgroup": name}))
         # Of the same thing: it comes and goes with its line, and is not named again.
@@ -94,6 +97,11 @@ def traces(colours: Colours) -> list[dict[str, Any]]:
     marker = {"size": 8, "color": colours.flag, "line": {"width": 1.5, "color": colours.flag}}
     found.append(_trace("events", "marks", {"mode": "markers", "marker": marker, "cliponaxis": False} | _EVENTS))
     return found
+
+
+def bytes_hover() -> str:
+    """Plotly's template for a size, short and in full."""
+    return say("{size} ({count} bytes)", size="%{y:.4~s}B", count="%{y:,d}")
 
 
 def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
@@ -134,9 +142,10 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         "shapes": [],
     }
     described["legend3"] = legend | {"yref": "container", "y": 0}  # beside the title of the steps: there is room
-    titles = {"loss": "<b>loss</b>", "scale": "<b>loss scale</b>", "memory": f"<b>memory</b> · {escaped(memory_source)}"}
+    titles = {"loss": f"<b>{say('loss')}</b>", "scale": f"<b>{say('loss scale')}</b>"}
+    titles["memory"] = f"<b>{say('memory')}</b> · {escaped(in_language(memory_source))}"
     texts: list[tuple[dict[str, Any], str]] = []
-    texts.append(({"x": 0.5, "y": 0, "yshift": -22, "yanchor": "top", "text": "step", "name": "title step"}, colours.text))
+    texts.append(({"x": 0.5, "y": 0, "yshift": -22, "yanchor": "top", "text": say("step"), "name": "title step"}, colours.text))
     for name, plot in PLOTS.items():
         bottom, top = plot.domain
         described[plot.axis] = axis | {"domain": list(plot.domain), "showticklabels": False} | own[name]
@@ -146,7 +155,7 @@ def layout(colours: Colours, memory_source: str) -> dict[str, Any]:
         title["name"] = f"title {name}"
         if name != "loss":  # that one is beside the marks of events and would hide them
             title["bgcolor"] = colours.background  # the lines of changes do not strike it through
-        note = {"x": 0.5, "y": (bottom + top) / 2, "text": plot.empty_note, "name": f"note {name}", "visible": True}
+        note = {"x": 0.5, "y": (bottom + top) / 2, "text": say(plot.empty_note), "name": f"note {name}", "visible": True}
         texts += [(title, colours.text), (note, colours.muted)]
     for text, colour in texts:
         font = {"size": 12, "color": colour}
@@ -186,24 +195,33 @@ def whole_dtick(log2_scale: npt.NDArray[Any]) -> int:
 _LEGENDS = {"yaxis": "legend", "yaxis2": "legend2"}
 # The titles say what the single lines of the first two plots are.
 _LINES: dict[str, dict[str, Any]] = {
-    "loss": {"name": "loss", "yaxis": "y", "hovertemplate": "%{y:.6g}", "showlegend": False},
+    "loss": {"name": marked("loss"), "yaxis": "y", "hovertemplate": "%{y:.6g}", "showlegend": False},
     "scale": {
-        "name": "loss scale",
+        "name": marked("loss scale"),
         "yaxis": "y2",
         "hovertemplate": "2^%{y:.4~g}",
         "showlegend": False,
         "line": {"shape": "hv"},
     },
-    "allocated": {"name": "allocated", "yaxis": "y3", "legend": "legend3"},
-    "peak": {"name": "peak", "yaxis": "y3", "legend": "legend3"},
-    "reserved": {"name": "reserved", "yaxis": "y3", "legend": "legend3", "line": {"dash": "dash"}},
+    "allocated": {"name": marked("allocated"), "yaxis": "y3", "legend": "legend3"},
+    "peak": {"name": marked("peak"), "yaxis": "y3", "legend": "legend3"},
+    "reserved": {"name": marked("reserved"), "yaxis": "y3", "legend": "legend3", "line": {"dash": "dash"}},
 }
 # In a unified hover box a mark also appears near its step, so it says which step it is of.
-_NOT_FINITE = {"name": "loss not finite", "yaxis": "y4", "legend": "legend", "hovertemplate": "step %{x:,d}: %{text}"}
-_SKIPPED = {"name": "skipped step", "yaxis": "y2", "legend": "legend2"}
-_SKIPPED |= {"hovertemplate": "step %{x:,d}, scale used 2^%{y:.4~g}"}
-_EVENTS = {"name": "event", "yaxis": "y4", "showlegend": False, "hovertemplate": "step %{x:,d}: %{text}"}
+_NOT_FINITE = {
+    "name": marked("loss not finite"),
+    "yaxis": "y4",
+    "legend": "legend",
+    "hovertemplate": (marked("step {step}: {what}"), {"what": "%{text}"}),
+}
+_SKIPPED: dict[str, Any] = {"name": marked("skipped step"), "yaxis": "y2", "legend": "legend2"}
+_SKIPPED |= {"hovertemplate": (marked("step {step}, scale used {scale}"), {"scale": "2^%{y:.4~g}"})}
+_EVENTS: dict[str, Any] = {"name": marked("event"), "yaxis": "y4", "showlegend": False}
+_EVENTS |= {"hovertemplate": (marked("step {step}: {what}"), {"what": "%{text}"})}
 
 
 def _trace(series: str, part: str, look: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "scatter", "xaxis": "x", "meta": {"series": series, "part": part}} | look
+    hover = look.get("hovertemplate")
+    if isinstance(hover, tuple):  # a text, and what stands for its placeholders
+        look = look | {"hovertemplate": say(hover[0], step="%{x:,d}", **hover[1])}
+    return {"type": "scatter", "xaxis": "x", "meta": {"series": series, "part": part}} | look | {"name": say(look["name"])}

@@ -19,6 +19,7 @@ from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike
 from amp_widgets.charts.phases import WIDTH, Band, Positions, aligned
 from amp_widgets.charts.reserved import highest_reserved, reserved_traces
+from amp_widgets.language import in_language, say, say_number
 
 try:
     import plotly.graph_objects as go
@@ -136,7 +137,7 @@ def mountain_figure(
     for step in steps:
         if step.death is not None:
             x, left = float(step.x[-1]), float(step.x[-1]) > WIDTH / 2
-            word = "" if len(steps) == 1 else "after: " if step.areas else "before: "
+            word = "" if len(steps) == 1 else say("after: ") if step.areas else say("before: ")
             found.append(death_parts(step.profile, step.death, x, step.number, colours, left=left, word=word))
     for shapes, notes in found:
         layout["shapes"] += shapes
@@ -182,7 +183,7 @@ class _Step:
 
     @property
     def label(self) -> str:
-        return escaped(shortened(self.profile.label, LABEL_CHARACTERS))
+        return escaped(shortened(in_language(self.profile.label), LABEL_CHARACTERS))
 
 
 def _reduced(profile: StepLike, place: Positions, limit: int, number: int, areas: bool, death: Death | None) -> _Step:
@@ -210,7 +211,7 @@ def _areas(step: _Step, colours: look.Colours, kind_colours: dict[str, str]) -> 
             continue
         traces.append(
             _trace(step, kind, step.kinds[:, i])
-            | {"name": KIND_NAMES[kind], "stackgroup": "memory", "fillcolor": kind_colours[kind], "hoverinfo": "skip"}
+            | {"name": say(KIND_NAMES[kind]), "stackgroup": "memory", "fillcolor": kind_colours[kind], "hoverinfo": "skip"}
             | {"line": {"width": 0.5, "color": colours.background, "shape": "hv"}}
         )
     line = {"width": 1.5, "color": colours.text, "shape": "hv"}
@@ -231,7 +232,7 @@ def _outline(step: _Step, colours: look.Colours, *, part: str) -> list[dict[str,
 
 def _outline_name(step: _Step) -> str:
     """A long one would push the others in the legend apart; the note at its peak has it too."""
-    return f"before: {step.label}" if len(step.profile.label) <= LEGEND_CHARACTERS else "before"
+    return say("before: ") + step.label if len(step.profile.label) <= LEGEND_CHARACTERS else say("before")
 
 
 def _trace(step: _Step, part: str, y: npt.NDArray[Any]) -> dict[str, Any]:
@@ -246,21 +247,21 @@ def _hover(step: _Step) -> dict[str, Any]:
 def _point_text(step: _Step, i: int) -> str:
     """Label; layer, operator, phase and time; bytes in all and of each kind that there is, as they are stacked."""
     profile, point = step.profile, int(step.points[i])
-    layer = shortened(peaks.layer_at(profile, point), LAYER_CHARACTERS) or "outside of any layer"
+    layer = shortened(peaks.layer_at(profile, point), LAYER_CHARACTERS) or say("outside of any layer")
     operator = shortened(peaks.operator_at(profile, point), OPERATOR_CHARACTERS)
     time_ms = 1000 * float(profile.time_s[point]) if point >= 0 else 0.0
-    where = [layer, operator, peaks.phase_at(profile, point), f"at {time_ms:,.2f} ms"]
+    where = [layer, operator, peaks.phase_name(peaks.phase_at(profile, point)), say("at {time} ms", time=f"{time_ms:,.2f}")]
     lines = [
         f"<b>{step.label}</b>",
         escaped(" · ".join(part for part in where if part)),
-        f"<b>{_size('total', step.total[i])}</b>",
+        f"<b>{_size(say('total'), step.total[i])}</b>",
     ]
-    lines += [_size(KIND_NAMES[kind], size) for kind, size in reversed(list(zip(KINDS, step.kinds[i], strict=True))) if size]
+    lines += [_size(say(KIND_NAMES[kind]), size) for kind, size in reversed(list(zip(KINDS, step.kinds[i], strict=True))) if size]
     return "<br>".join(lines)
 
 
 def _size(name: str, size_bytes: int) -> str:
-    return f"{name} {peaks.memory_text(size_bytes)} ({size_bytes:,d} bytes)"
+    return say("{name} {size} ({count} bytes)", name=name, size=peaks.memory_text(size_bytes), count=f"{size_bytes:,d}")
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -307,8 +308,10 @@ def _band_names(bands: Sequence[Band]) -> list[str]:
     for band in bands:
         narrow = band.stop - band.start < NARROW
         lower, was_narrow = narrow and was_narrow and not lower, narrow
-        again = f"<br>with {band.recomputes} recompute{'s' * (band.recomputes > 1)}" if band.recomputes else ""
-        names.append(("<br>" if lower else "") + escaped(shortened(band.name, 20)) + again)
+        again = (
+            f"<br>{say_number('with {count} recompute', 'with {count} recomputes', band.recomputes)}" if band.recomputes else ""
+        )
+        names.append(("<br>" if lower else "") + escaped(shortened(peaks.phase_name(band.name), 20)) + again)
     return names
 
 
@@ -335,11 +338,15 @@ def _peak_notes(steps: Sequence[_Step], colours: look.Colours, top: float) -> li
             continue
         other = next((one for one in steps if one is not step), None)
         low = other is not None and (step.peak_bytes, step.number) < (other.peak_bytes, other.number)
-        word = "peak" if other is None else "after" if step.areas else "before"
+        word = "" if other is None else say("after: ") if step.areas else say("before: ")
         size = peaks.memory_text(step.peak_bytes)
         place = escaped(shortened(peaks.peak_place(step.profile), NOTE_CHARACTERS))
-        what = f"<b>{word if other is None else f'{word}: peak'} {size}</b>"
-        lines = [what, *([escaped(shortened(step.profile.label, NOTE_CHARACTERS))] if other is not None else []), place]
+        what = f"<b>{word}{say('peak {size}', size=size)}</b>"
+        lines = [
+            what,
+            *([escaped(shortened(in_language(step.profile.label), NOTE_CHARACTERS))] if other is not None else []),
+            place,
+        ]
         right = step.peak_x < RIGHTMOST and (low or (other is None and step.peak_x < WIDTH / 2))
         up = 26 if highest == step.peak_bytes else 40
         if low and not right and other is not None and other.peak_bytes - step.peak_bytes < SMALLEST_GAP * top:
@@ -376,7 +383,7 @@ def _distance(before: _Step, after: _Step, colours: look.Colours) -> tuple[list[
     }  # fmt: skip
     per_cent = f"{100 * change / before.peak_bytes:+.0f} %" if before.peak_bytes else ""
     apart = peaks.sizes_texts(before.peak_bytes, after.peak_bytes)[2]
-    words = f"<b>{per_cent}</b><br>{apart}<br>{'more' if change > 0 else 'less'}"
+    words = f"<b>{per_cent}</b><br>{apart}<br>{say('more') if change > 0 else say('less')}"
     label = {
         "x": BRACKET_AT, "y": (before.peak_bytes + after.peak_bytes) / 2, "xanchor": "left", "xshift": 4, "text": words,
         "align": "left", "showarrow": False, "font": {"size": 13, "color": colours.text}, "name": "difference",

@@ -17,6 +17,7 @@ from amp_widgets.charts.flags import CHARACTER_PX
 from amp_widgets.charts.labels import HOVER_CHARACTERS, escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.series import NAN, POSITIVE_INFINITY, lone
+from amp_widgets.language import in_language, marked, say
 
 try:
     import plotly.graph_objects as go
@@ -33,11 +34,13 @@ FAR_APART = 20.0
 MOST_CHANGES = 200
 
 NAMES = {
-    "loss": "loss", "scale": "loss scale", "peak": "peak memory", "allocated": "allocated memory", "step_s": "step time",
+    "loss": marked("loss"), "scale": marked("loss scale"), "peak": marked("peak memory"),
+    "allocated": marked("allocated memory"), "step_s": marked("step time"),
 }  # fmt: skip
 NOT_THERE = {
-    "loss": "no loss was recorded", "scale": "no loss scale was recorded", "peak": "memory was not measured",
-    "allocated": "memory was not measured", "step_s": "no step was timed",
+    "loss": marked("no loss was recorded"), "scale": marked("no loss scale was recorded"),
+    "peak": marked("memory was not measured"),
+    "allocated": marked("memory was not measured"), "step_s": marked("no step was timed"),
 }  # fmt: skip
 
 
@@ -135,7 +138,7 @@ class _TimeUnit:
         self.seconds, self.name = next(unit for unit in _UNITS if longest_s >= unit[2] * unit[0])[:2]
 
 
-_UNITS = ((3600.0, "hours", 3), (60.0, "minutes", 5), (1.0, "seconds", 0))
+_UNITS = ((3600.0, marked("hours"), 3), (60.0, marked("minutes"), 5), (1.0, marked("seconds"), 0))
 
 
 def _lines(run: OverlaidRun, metric: str, axis: str, theme: Theme, limit: int, unit: _TimeUnit | None) -> list[dict[str, Any]]:
@@ -152,7 +155,7 @@ def _lines(run: OverlaidRun, metric: str, axis: str, theme: Theme, limit: int, u
         "showlegend": False,
     }
     line = shared | _placed(points, unit) | {
-        "mode": "lines", "connectgaps": False, "hovertemplate": _HOVER[metric],
+        "mode": "lines", "connectgaps": False, "hovertemplate": _HOVER.get(metric) or look.bytes_hover(),
         "line": {"color": colour, "dash": dash, "width": 1.5, **({"shape": "hv"} if metric == "scale" else {})},
         "meta": {"run": run.place, "series": metric, "part": "line"},
     }  # fmt: skip
@@ -166,8 +169,7 @@ def _lines(run: OverlaidRun, metric: str, axis: str, theme: Theme, limit: int, u
 
 
 _HOVER = {
-    "loss": "%{y:.6g}", "scale": "2^%{y:.4~g}", "peak": "%{y:.4~s}B (%{y:,d} bytes)", "allocated": "%{y:.4~s}B (%{y:,d} bytes)",
-    "step_s": "%{y:.4~s}s",
+    "loss": "%{y:.6g}", "scale": "2^%{y:.4~g}", "step_s": "%{y:.4~s}s",
 }  # fmt: skip
 
 
@@ -188,13 +190,25 @@ def _marks(run: OverlaidRun, metrics: Sequence[str], theme: Theme, unit: _TimeUn
     if "loss" in metrics:
         x, codes = decimated(*run.lines["not_finite"], limit)
         axis = _axis_of(metrics.index("loss"), over=True)
-        texts = ["NaN, or not recorded" if code == NAN else "+inf" if code == POSITIVE_INFINITY else "-inf" for code in codes]
-        mark("not_finite", (x, np.full(x.shape, look.TOP_EDGE)), axis, "x-thin", "loss %{text}", text=texts)
+        texts = [
+            say("NaN, or not recorded") if code == NAN else "+inf" if code == POSITIVE_INFINITY else "-inf" for code in codes
+        ]
+        mark("not_finite", (x, np.full(x.shape, look.TOP_EDGE)), axis, "x-thin", say("loss {loss}", loss="%{text}"), text=texts)
     if "scale" in metrics:
         skipped = decimated(*run.lines["skipped"], limit)
-        mark("skipped", skipped, _axis_of(metrics.index("scale")), "x-thin", "skipped, scale used 2^%{y:.4~g}")
+        mark(
+            "skipped",
+            skipped,
+            _axis_of(metrics.index("scale")),
+            "x-thin",
+            say("skipped, scale used {scale}", scale="2^%{y:.4~g}"),
+        )
     if metrics:
-        changes = [(x, escaped(shortened(text, HOVER_CHARACTERS))) for x, text in run.changes[:MOST_CHANGES] if np.isfinite(x)]
+        changes = [
+            (x, escaped(shortened(in_language(text), HOVER_CHARACTERS)))
+            for x, text in run.changes[:MOST_CHANGES]
+            if np.isfinite(x)
+        ]
         places = np.array([x for x, _ in changes], dtype=np.float64)
         texts = [text for _, text in changes]
         mark("changes", (places, np.ones(places.shape)), _axis_of(0, over=True), "triangle-down", "%{text}", text=texts)
@@ -240,7 +254,7 @@ def _layout(
     del layout["title"]
     axis = {"gridcolor": colours.grid, "zeroline": False, "linecolor": colours.muted, "automargin": False}
     across = {"tickformat": ",d", "hoverformat": ",d"} if unit is None else {"hoverformat": ".4~g"}
-    words = "step" if unit is None else f"{unit.name} since the run began"
+    words = say("step") if unit is None else say("{unit} since the run began", unit=say(unit.name))
     layout |= {
         "hovermode": "x unified",
         "dragmode": "zoom",
@@ -269,14 +283,14 @@ def _layout(
         layout[_axis_of(plot, over=True).replace("y", "yaxis")] = {
             "overlaying": _axis_of(plot), "anchor": "x", "range": [0, 1], "visible": False, "fixedrange": True,
         }  # fmt: skip
-        title = f"<b>{NAMES[metric]}</b>"
+        title = f"<b>{say(NAMES[metric])}</b>"
         if smoothing > 1 and metric in SMOOTHED:
-            title += f" · exponential moving average over about {smoothing:,} steps"
+            title += f" · {say('exponential moving average over about {count} steps', count=f'{smoothing:,}')}"
         if own.get("type") == "log":
-            title += " · logarithmic"
+            title += f" · {say('logarithmic')}"
         layout["annotations"].append(_text(title, 0, top, colours.text) | {"xanchor": "left", "yanchor": "bottom", "yshift": 4})
         if empty:
-            layout["annotations"].append(_text(NOT_THERE[metric], 0.5, sum(domain) / 2, colours.muted))
+            layout["annotations"].append(_text(say(NOT_THERE[metric]), 0.5, sum(domain) / 2, colours.muted))
         top = domain[0] - GAP_PX / inner
     return layout
 

@@ -13,6 +13,7 @@ from amp_widgets.charts.label_places import Places
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import memory_text
+from amp_widgets.language import marked, say, say_number
 
 try:
     import plotly.graph_objects as go
@@ -27,14 +28,14 @@ ASSUMED_WIDTH_PX = 760
 MARKER_PX = 12
 HEADROOM = 1.12
 LABEL_CHARACTERS, LAYERS_SHOWN = 28, 6
-CURVE, PLAN = "curve", "plan"
+CURVE, PLAN = "curve", marked("plan")
 """The labels of points that have no name, and of the plan."""
 SYMBOLS = {
-    "none": "circle",
-    "all": "square",
-    "every second": "triangle-up",
-    "√n": "triangle-down",
-    "yours": "star",
+    marked("none"): "circle",
+    marked("all"): "square",
+    marked("every second"): "triangle-up",
+    marked("√n"): "triangle-down",
+    marked("yours"): "star",
     PLAN: "diamond",
 }
 """By the label of a point; of several that fall together the last one is drawn, and all are named."""
@@ -130,12 +131,15 @@ def pareto_sentence(points: Sequence[PointLike], *, budget_bytes: float) -> str:
     """What the figure shows, in words. Not escaped."""
     plan = next((point for point in points if point.label == PLAN), None)
     if plan is None:
-        return f"Peak memory and extra time, with a budget of {memory_text(budget_bytes)}"
-    above = "" if plan.peak_bytes <= budget_bytes else ", which is above"
-    return (
-        f"The plan: {memory_text(plan.peak_bytes)} for {_milliseconds(plan.extra_s)} more a step{above}; "
-        f"budget {memory_text(budget_bytes)}"
-    )
+        return say("Peak memory and extra time, with a budget of {budget}", budget=memory_text(budget_bytes))
+    values = {
+        "peak": memory_text(plan.peak_bytes),
+        "time": _milliseconds(plan.extra_s),
+        "budget": memory_text(budget_bytes),
+    }
+    if plan.peak_bytes <= budget_bytes:
+        return say("The plan: {peak} for {time} more a step; budget {budget}", **values)
+    return say("The plan: {peak} for {time} more a step, which is above; budget {budget}", **values)
 
 
 Together = list[PointLike]
@@ -186,7 +190,7 @@ def _curve(found: Sequence[Together], colours: look.Colours) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": "cheapest sets of layers",
+        "name": say("cheapest sets of layers"),
         "x": [1e3 * point.extra_s for point in front],
         "y": [point.peak_bytes for point in front],
         "line": {"color": colours.allocated, "width": 1.5, "shape": "hv"},
@@ -211,7 +215,7 @@ def _points(
     for together in sorted(named, key=lambda one: min(ORDER.index(name) if name in ORDER else 99 for name in _names(one))):
         names = sorted(_names(together), key=lambda name: ORDER.index(name) if name in ORDER else 99)
         first = together[0]
-        text = shortened(", ".join(names), LABEL_CHARACTERS)
+        text = shortened(", ".join(map(say, names)), LABEL_CHARACTERS)
         place = places.put(*scale.pixels(first.extra_s, first.peak_bytes), CHARACTER_PX * len(text))
         is_plan = PLAN in names
         colour = colours.peak if is_plan else colours.text
@@ -254,19 +258,21 @@ def _measured_x(layers: frozenset[str], one: MeasuredLike, found: Sequence[Toget
 def _measurement(together: Together, one: MeasuredLike, colours: look.Colours, *, first: bool) -> dict[str, Any]:
     """A cross, and a line to it from what was predicted."""
     predicted = together[0]
-    names = _names(together) or ["a set of the curve"]
+    names = _names(together) or [marked("a set of the curve")]
     x_s = _measured_x(frozenset(predicted.layers), one, [together])
-    time = f"{_milliseconds(one.extra_s)} more a step" if math.isfinite(one.extra_s) else "its extra time is not known"
+    time = say("its extra time is not known")
+    if math.isfinite(one.extra_s):
+        time = say("{time} more a step", time=_milliseconds(one.extra_s))
     hover = [
-        f"<b>{escaped(', '.join(names))}, measured</b>",
-        f"peak {memory_text(one.peak_bytes)}, predicted {memory_text(predicted.peak_bytes)}",
-        f"{time}, predicted {_milliseconds(predicted.extra_s)}",
-        f"{one.steps:,} step{'s' * (one.steps != 1)} of the run",
+        f"<b>{escaped(say('{layers}, measured', layers=', '.join(map(say, names))))}</b>",
+        say("peak {size}, predicted {other}", size=memory_text(one.peak_bytes), other=memory_text(predicted.peak_bytes)),
+        say("{time}, predicted {other}", time=time, other=_milliseconds(predicted.extra_s)),
+        say_number("{count} step of the run", "{count} steps of the run", one.steps),
     ]
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": "measured",
+        "name": say("measured"),
         "x": [1e3 * x_s, 1e3 * predicted.extra_s],  # the cross first: the legend shows the first marker
         "y": [one.peak_bytes, predicted.peak_bytes],
         "line": {"color": colours.scale, "width": 1, "dash": "dot"},
@@ -287,14 +293,14 @@ def _measurement(together: Together, one: MeasuredLike, colours: look.Colours, *
 def _hover(together: Together) -> str:
     """What is read on pointing. Escaped, also from what a template would fill in."""
     point = together[0]
-    count = len(point.layers)
+    count, size = len(point.layers), memory_text(point.peak_bytes)
     names = [shortened(name, LABEL_CHARACTERS) for name in point.layers[:LAYERS_SHOWN]]
-    more = [f"and {count - LAYERS_SHOWN} more"] if count > LAYERS_SHOWN else []
+    more = [say("and {count} more", count=count - LAYERS_SHOWN)] if count > LAYERS_SHOWN else []
     lines = [
-        f"<b>{escaped(', '.join(_names(together)) or 'cheapest at this peak')}</b>",
-        f"peak {memory_text(point.peak_bytes)}, {'predicted' if point.predicted else 'an estimate'}",
-        f"{_milliseconds(point.extra_s)} more a step, predicted",
-        f"{count} layer{'s' * (count != 1)} checkpointed",
+        f"<b>{escaped(', '.join(map(say, _names(together))) or say('cheapest at this peak'))}</b>",
+        say("peak {size}, predicted", size=size) if point.predicted else say("peak {size}, an estimate", size=size),
+        say("{time} more a step, predicted", time=_milliseconds(point.extra_s)),
+        say_number("{count} layer checkpointed", "{count} layers checkpointed", count),
         *map(escaped, [*names, *more]),
     ]
     return "<br>".join(lines).replace("%{", "%&#123;")
@@ -310,12 +316,12 @@ def _layout(colours: look.Colours, scale: _Scale) -> dict[str, Any]:
         "xaxis": axis
         | {
             "range": list(scale.x), "tickformat": "~g",
-            "title": {"text": "extra time a step, milliseconds", "font": {"size": 12}, "standoff": 8},
+            "title": {"text": say("extra time a step, milliseconds"), "font": {"size": 12}, "standoff": 8},
         },
         "yaxis": axis
         | {
             "range": list(scale.y), "tickformat": "~s", "ticksuffix": "B",
-            "title": {"text": "peak memory", "font": {"size": 12}, "standoff": 4},
+            "title": {"text": say("peak memory"), "font": {"size": 12}, "standoff": 4},
         },
     }  # fmt: skip
 
@@ -327,7 +333,8 @@ def _budget_line(budget_bytes: float, colours: look.Colours) -> tuple[list[dict[
     }  # fmt: skip
     text = {
         "xref": "paper", "x": 0.005, "xanchor": "left", "yref": "y", "y": budget_bytes, "yanchor": "bottom", "showarrow": False,
-        "text": f"budget {memory_text(budget_bytes)}", "font": {"size": 12, "color": colours.alarm}, "name": "budget",
+        "text": say("budget {size}", size=memory_text(budget_bytes)),
+        "font": {"size": 12, "color": colours.alarm}, "name": "budget",
     }  # fmt: skip
     return [line], [text]
 

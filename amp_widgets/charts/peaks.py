@@ -10,24 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.charts.phases import PhaseLike
+from amp_widgets.language import marked, say
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 """What memory is for, in the order of the columns of `StepLike.bytes_by_kind`; at the bottom of the picture the first."""
 KIND_NAMES = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "gradient": "gradients",
-    "optimizer": "optimizer state",
-    "activation": "activations",
-    "recompute": "recomputed",
-    "temporary": "temporary",
-    "other": "other",
+    "parameter": marked("parameters"),
+    "buffer": marked("buffers"),
+    "gradient": marked("gradients"),
+    "optimizer": marked("optimizer state"),
+    "activation": marked("activations"),
+    "recompute": marked("recomputed"),
+    "temporary": marked("temporary"),
+    "other": marked("other"),
 }
 """As they are called in a picture."""
 FAR_APART = 50
 """Sizes so many times as large as each other are each written in a unit of its own."""
 MOST_DIGITS = 3
-_SAYS_NO_PASS = {"recompute": "the recompute", "other": "the step"}
+_PHASES = {
+    "forward": marked("forward"), "loss": marked("loss"), "backward": marked("backward"), "optimizer": marked("optimizer"),
+    "recompute": marked("recompute"), "other": marked("other"),
+}  # fmt: skip
+_SAYS_NO_PASS = {"recompute": marked("the recompute"), "other": marked("the step")}
 
 
 class AllocatorLike(Protocol):
@@ -138,12 +143,20 @@ def place_at(step: StepLike, point: int) -> str:
 
 def place_text(phase: str, layer: str) -> str:
     """``in backward of layers.3``; nothing where there is no phase. Not escaped."""
-    return f"in {_SAYS_NO_PASS.get(phase, phase)}{f' of {layer}' if layer else ''}" if phase else ""
+    if not phase:
+        return ""
+    name = say(_SAYS_NO_PASS[phase]) if phase in _SAYS_NO_PASS else phase_name(phase)
+    return say("in {phase} of {layer}", phase=name, layer=layer) if layer else say("in {phase}", phase=name)
+
+
+def phase_name(phase: str) -> str:
+    """A phase as it is called in a picture."""
+    return say(_PHASES[phase]) if phase in _PHASES else phase
 
 
 def peak_text(step: StepLike) -> str:
     """``peak 104.4 MB in backward of layers.3``."""
-    return f"peak {memory_text(peak_of(step)[1])} {peak_place(step)}".rstrip()
+    return say("peak {size} {place}", size=memory_text(peak_of(step)[1]), place=peak_place(step)).strip()
 
 
 def sizes_texts(before_bytes: float, after_bytes: float) -> tuple[str, str, str]:
@@ -177,11 +190,13 @@ def difference_text(before_bytes: int, after_bytes: int) -> str:
     """
     change = after_bytes - before_bytes
     before, after, apart = sizes_texts(before_bytes, after_bytes)
-    what = f"peak {before} → {after}"
+    values = {"before": before, "after": after, "apart": apart}
     if change == 0:
-        return f"{what}: the same"
+        return say("peak {before} → {after}: the same", **values)
     share = f" ({100 * change / before_bytes:+.1f} %)" if before_bytes else ""
-    return f"{what}: {apart} {'more' if change > 0 else 'less'}{share}"
+    if change > 0:
+        return say("peak {before} → {after}: {apart} more", **values) + share
+    return say("peak {before} → {after}: {apart} less", **values) + share
 
 
 def recompute_s(step: StepLike) -> float:

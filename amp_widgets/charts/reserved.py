@@ -10,18 +10,19 @@ import numpy.typing as npt
 
 from amp_widgets.charts.look import Colours
 from amp_widgets.charts.peaks import AllocatorLike, memory_text
+from amp_widgets.language import marked, say
 
 NAMES = {
-    "allocated": "allocated",
-    "inactive": "inactive",
-    "reserved": "reserved",
+    "allocated": marked("allocated"),
+    "inactive": marked("inactive"),
+    "reserved": marked("reserved"),
 }
 """As they are called in torch's `memory_stats`."""
-EXPLAINED = (
+EXPLAINED = marked(
     "Reserved is what torch took from the driver: nvidia-smi shows this, and some more for CUDA itself. Allocated is what "
     "tensors use of it, by torch's counter; inactive is free, but in pieces between them (fragmentation); the rest is kept"
 )
-RETRIES = "A retry: torch found no room, gave back what it kept, and asked the driver again, which is slow"
+RETRIES = marked("A retry: torch found no room, gave back what it kept, and asked the driver again, which is slow")
 
 
 def reserved_traces(allocator: Sequence[AllocatorLike], x: npt.NDArray[np.float64], number: int, colours: Colours) -> list[Any]:
@@ -46,7 +47,7 @@ def reserved_traces(allocator: Sequence[AllocatorLike], x: npt.NDArray[np.float6
     )
     traces = []
     for (part, look), y in zip(looks, heights, strict=True):
-        trace = {"type": "scatter", "mode": "lines", "x": places, "y": y, "name": NAMES[part], "hoverinfo": "skip"}
+        trace = {"type": "scatter", "mode": "lines", "x": places, "y": y, "name": say(NAMES[part]), "hoverinfo": "skip"}
         traces.append(trace | look | {"meta": {"profile": number, "part": part}})
     texts = [_text(*sizes) for sizes in zip(allocated, inactive, reserved, strict=True)]
     traces[-1] |= {"hoverinfo": "text", "hovertext": [*texts, texts[-1]]}
@@ -83,7 +84,11 @@ def _hatched(colours: Colours) -> dict[str, Any]:
 
 def _text(allocated: int, inactive: int, reserved: int) -> str:
     sizes = (("reserved", reserved), ("inactive", inactive), ("allocated", allocated))
-    return "<b>torch's allocator</b><br>" + "<br>".join(f"{name} {memory_text(size)} ({size:,d} bytes)" for name, size in sizes)
+    lines = (
+        say("{name} {size} ({count} bytes)", name=say(NAMES[name]), size=memory_text(size), count=f"{size:,d}")
+        for name, size in sizes
+    )
+    return "<br>".join(("<b>" + say("torch's allocator") + "</b>", *lines))
 
 
 def _faint(colour: str) -> str:

@@ -12,6 +12,7 @@ from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.decimate import Points, evened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.series import drawable, lone
+from amp_widgets.language import say
 
 try:
     import plotly.graph_objects as go
@@ -50,16 +51,19 @@ def step_time_figure(
     layout = look.framed(colours, height_px=HEIGHT_PX, margin_px=MARGIN_PX) | {
         "showlegend": False,
         "hovermode": "x",
-        "xaxis": axis | {"tickformat": ",d", "hoverformat": ",d", "title": {"text": "step", "standoff": 8}},
+        "xaxis": axis | {"tickformat": ",d", "hoverformat": ",d", "title": {"text": say("step"), "standoff": 8}},
         "yaxis": axis | {"rangemode": "tozero", "tickformat": "~s", "ticksuffix": "s", "exponentformat": "SI"},
     }
     if cut:
         layout["yaxis"] |= {"range": [0, 2 * usual_s]}
-    words = f", up to {known.max():.3g} s: what is above the plot is cut off, and is seen on zooming out" if cut else ""
-    layout["title"]["text"] = f"<b>step time</b>{words}"
+    words = ""
+    if cut:
+        longest = f"{known.max():.3g}"
+        words = say(", up to {longest} s: what is above the plot is cut off, and is seen on zooming out", longest=longest)
+    layout["title"]["text"] = f"<b>{say('step time')}</b>{words}"
     layout["title"]["font"] = {"size": 12}
     if not known.size:
-        note = {"text": "not measured", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+        note = {"text": say("not measured"), "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         layout["annotations"] = [note | {"font": {"color": colours.muted}}]
     hover = {"hovertemplate": "%{y:.4~s}s<extra></extra>"}
     traces = [

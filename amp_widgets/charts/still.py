@@ -18,9 +18,10 @@ from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height
 from amp_widgets.charts.decimate import Points, evened, kept_points
 from amp_widgets.charts.labels import EventLike, event_label, short_event_label, shortened
 from amp_widgets.charts.look import COLOURS, PLOTS
-from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike, memory_text, peak_of
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike, memory_text, peak_of, phase_name
 from amp_widgets.charts.phases import WIDTH, Positions, aligned
 from amp_widgets.charts.series import drawable, essential, series_of
+from amp_widgets.language import in_language, marked, say
 
 WIDTH_PX = 900
 LEFT_PX, RIGHT_PX = 66, 20
@@ -35,7 +36,8 @@ MARK_PX = 7
 """Of marks that would hide each other one is drawn."""
 MOST_MARKS = 150
 MOUNTAIN_POINTS, MOUNTAIN_PX = 64, 150
-NO_STEP = "No training step recorded yet."
+NO_STEP = marked("No training step recorded yet.")
+_MEMORY = {"allocated": marked("allocated"), "peak": marked("peak"), "reserved": marked("reserved")}
 
 
 def training_svg(
@@ -67,7 +69,7 @@ def training_svg(
     """
     step = np.asarray(columns["step"], dtype=np.float64)
     if not step.size:
-        return _document(60, NO_STEP, [_text(WIDTH_PX / 2, 35, NO_STEP, "middle")])
+        return _document(60, say(NO_STEP), [_text(WIDTH_PX / 2, 35, say(NO_STEP), "middle")])
     skipped_steps = np.array(sorted({event.step for event in events if event.kind == "skipped"}), dtype=np.float64)
     series = series_of(columns, skipped_steps=skipped_steps)
     if not np.any(series["scale"][1]):  # 2^0 throughout, or unknown: the plot says so in words
@@ -92,8 +94,8 @@ def training_svg(
     for tick in _ticks(across.low, across.high, 9, whole=True):
         if first <= tick <= last:
             drawn.append(_text(across(tick), bottom + 16, f"{tick:,.0f}", "middle"))
-    drawn.append(_text((LEFT_PX + WIDTH_PX - RIGHT_PX) / 2, bottom + 34, "step", "middle"))
-    return _document(bottom + BOTTOM_PX, f"Training charts up to step {step[-1]:,.0f}", drawn)
+    drawn.append(_text((LEFT_PX + WIDTH_PX - RIGHT_PX) / 2, bottom + 34, say("step"), "middle"))
+    return _document(bottom + BOTTOM_PX, say("Training charts up to step {step}", step=f"{step[-1]:,.0f}"), drawn)
 
 
 def memory_svg(
@@ -117,7 +119,7 @@ def memory_svg(
     across = _Axis(0, WIDTH, LEFT_PX, right)
     up = _Axis(0, 1.1 * max(highest, ceiling_height(ceiling, highest)), bottom, top)
     drawn = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
-    drawn.append(_text(LEFT_PX, top - 8, f"memory within a step ({unit})", bold=True))
+    drawn.append(_text(LEFT_PX, top - 8, say("memory within a step ({unit})", unit=unit), bold=True))
     ticks = _ticks(0, up.high / bytes_in_it, 5)
     for tick, text in zip(ticks, _numbers(ticks), strict=True):
         drawn.append(f'<path stroke="{_INK.grid}" d="M{LEFT_PX} {up(tick * bytes_in_it):.1f}H{right}"/>')
@@ -126,7 +128,7 @@ def memory_svg(
     for band in bands:
         drawn.append(f'<path stroke="{_INK.grid}" d="M{across(band.stop):.1f} {top}V{bottom}"/>')
         if band.stop - band.start > 4:
-            name, x_px = shortened(band.name, 16), across((band.start + band.stop) / 2)
+            name, x_px = shortened(phase_name(band.name), 16), across((band.start + band.stop) / 2)
             half_px = flags.CHARACTER_PX * len(name) / 2
             lower = x_px - half_px < taken_px and not lower  # in the way of the one before
             drawn.append(_text(x_px, bottom + (29 if lower else 16), name, "middle"))
@@ -141,7 +143,7 @@ def memory_svg(
                 drawn.append(
                     f'<path transform="scale(.5)" fill="{kind_colours[KINDS[i]]}" d="{path}V{2 * bottom}H{2 * LEFT_PX}Z"/>'
                 )
-                names.append((KIND_NAMES[KINDS[i]], kind_colours[KINDS[i]]))
+                names.append((say(KIND_NAMES[KINDS[i]]), kind_colours[KINDS[i]]))
     if len(profiles) == 2 and len(profiles[0].time_s):
         path = _stairs(profiles[0], positions[0], deaths, profiles[0].bytes_by_kind.sum(axis=1), across, up)
         look = f'fill="none" stroke="{_INK.text}" stroke-width="3" stroke-dasharray="8 4"'
@@ -154,7 +156,7 @@ def memory_svg(
             drawn.append(f'<path stroke="{_INK.alarm}" stroke-width="2" d="M{x_px - 4:.1f} {y_px - 4:.1f}l8 8m0-8l-8 8"/>')
             left = x_px > WIDTH_PX / 2
             died_px.append(x_px)
-            drawn.append(_text(x_px + (-8 if left else 8), y_px - 4, "out of memory here", "end" if left else "start"))
+            drawn.append(_text(x_px + (-8 if left else 8), y_px - 4, say("out of memory here"), "end" if left else "start"))
     if ceiling is not None and ceiling_height(ceiling, highest):
         y_px = up(ceiling.size_bytes)
         drawn.append(f'<path stroke="{_INK.alarm}" stroke-width="2" stroke-dasharray="8 4" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
@@ -163,12 +165,12 @@ def memory_svg(
         drawn.append(f'<path fill="{_INK.background}" d="M{x_px:.0f} {y_px - 16:.0f}h{long_px:.0f}v14h-{long_px:.0f}z"/>')
         drawn.append(_text(x_px + 3, y_px - 5, ceiling.text, "start", _INK.alarm))
     x_px = float(LEFT_PX)
-    for name, colour in [*reversed(names), *([("before (outline)", "")] if len(profiles) == 2 else [])]:
+    for name, colour in [*reversed(names), *([(say("before (outline)"), "")] if len(profiles) == 2 else [])]:
         if colour:
             drawn.append(f'<path fill="{colour}" d="M{x_px:.0f} {bottom + 41}h10v10h-10z"/>')
         drawn.append(_text(x_px + 14, bottom + 50, name))
         x_px += 30 + flags.CHARACTER_PX * len(name)
-    return _document(bottom + 60, f"Memory within a step, at most {memory_text(highest)}", drawn)
+    return _document(bottom + 60, say("Memory within a step, at most {size}", size=memory_text(highest)), drawn)
 
 
 def picture_html(
@@ -189,9 +191,9 @@ def picture_html(
     report
         Lines, as text, the first one a heading; shown last.
     """
-    parts = [_paragraph(caption), _image(svg, "Training charts")]
+    parts = [_paragraph(caption), _image(svg, say("Training charts"))]
     if memory is not None:
-        parts += [_paragraph(memory[1], bold=True), _image(memory[0], "Memory within a step")]
+        parts += [_paragraph(memory[1], bold=True), _image(memory[0], say("Memory within a step"))]
     parts += [_paragraph(line, bold=i == 0) for i, line in enumerate(report)]
     return f'<div class="{html.escape(class_)}">{"".join(parts)}</div>'
 
@@ -262,9 +264,9 @@ class _Plot:
         bottom, right = top + self.height, WIDTH_PX - RIGHT_PX
         parts = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
         known = {name: series[name] for name in self.lines if not np.isnan(series[name][1]).all()}
-        marked = {name: series[name] for name in self.marks if series[name][0].size}
+        crosses_of = {name: series[name] for name in self.marks if series[name][0].size}
         legend = [(text, _colour(name), "line") for name, text in self.lines.items() if name in known and len(self.lines) > 1]
-        legend += [(text, _INK.alarm, "cross") for name, text in self.marks.items() if name in marked]
+        legend += [(text, _INK.alarm, "cross") for name, text in self.marks.items() if name in crosses_of]
         parts += [_text(LEFT_PX, top - 6, self.title, bold=True), *_legend(legend, top - 6)]
         if not known:
             parts.append(_text((LEFT_PX + right) / 2, (top + bottom) / 2 + 4, self.empty_note, "middle", _INK.muted))
@@ -279,7 +281,7 @@ class _Plot:
                 parts.append(_text(LEFT_PX - 6, y_px + 4, f"2^{text}" if self.power_of_two else text, "end"))
         for name, points in known.items():
             parts += _line(evened(*essential(name, points), line_points), across, up, _colour(name), stairs=name == "scale")
-        for name, (x, y) in marked.items():
+        for name, (x, y) in crosses_of.items():
             at_px = np.full(x.shape, top + 0.06 * self.height) if name == "not_finite" else up.pixels(y)
             crosses = "".join(f"M{x_px} {y_px}l7 7m0-7l-7 7" for x_px, y_px in _places(across.pixels(x) - 3.5, at_px - 3.5))
             parts.append(f'<path stroke="{_INK.alarm}" stroke-width="1.8" d="{crosses}"/>')
@@ -304,22 +306,27 @@ def _plots(series: Mapping[str, Points], memory_source: str) -> list[_Plot]:
     time_unit, seconds_in_it = _unit([np.array([usual])], _TIME_UNITS)
     # The first step alone may take a hundred times as long: the others would be a line at zero.
     cut = 2 * usual if known.size and usual > 0 and known.max() > 3 * usual else math.inf
-    higher = f" · longest {known.max() / seconds_in_it:,.3g} {time_unit}, cut off" if cut < math.inf else ""
+    higher = ""
+    if cut < math.inf:
+        higher = f" · {say('longest {time}, cut off', time=f'{known.max() / seconds_in_it:,.3g} {time_unit}')}"
     return [
         _Plot(
-            title="loss", height=150, lines={"loss": "loss"}, marks={"not_finite": "not finite"},
-            empty_note=PLOTS["loss"].empty_note,
+            title=say("loss"), height=150, lines={"loss": say("loss")}, marks={"not_finite": say("not finite")},
+            empty_note=say(PLOTS["loss"].empty_note),
         ),
         _Plot(
-            title="loss scale (powers of 2)", height=84, lines={"scale": "loss scale"}, marks={"skipped": "skipped step"},
-            empty_note=PLOTS["scale"].empty_note, power_of_two=True,
+            title=say("loss scale (powers of 2)"), height=84, lines={"scale": say("loss scale")},
+            marks={"skipped": say("skipped step")},
+            empty_note=say(PLOTS["scale"].empty_note), power_of_two=True,
         ),
         _Plot(
-            title=f"memory ({byte_unit}) · {shortened(memory_source, 78)}", height=110, lines={name: name for name in memory},
-            empty_note=PLOTS["memory"].empty_note, factor=1 / bytes_in_it, from_zero=True,
+            title=f"{say('memory')} ({byte_unit}) · {shortened(in_language(memory_source), 78)}", height=110,
+            lines={name: say(_MEMORY[name]) for name in memory},
+            empty_note=say(PLOTS["memory"].empty_note), factor=1 / bytes_in_it, from_zero=True,
         ),
         _Plot(
-            title=f"step time ({time_unit}){higher}", height=84, lines={"step_s": "step time"}, empty_note="not measured",
+            title=f"{say('step time')} ({time_unit}){higher}", height=84, lines={"step_s": say("step time")},
+            empty_note=say("not measured"),
             factor=1 / seconds_in_it, from_zero=True, highest_shown=cut,
         ),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from amp_widgets.core.run_state import ALIVE
 from amp_widgets.demos import DEMOS
 from amp_widgets.errors import RunError
+from amp_widgets.language import say
 from amp_widgets.widgets.question_text import Value
 
 if TYPE_CHECKING:
@@ -104,17 +105,17 @@ class Scenario:
 
     def choice_text(self, value: Value) -> Value:
         """A measured value as the question's choices have it; a number as it is."""
-        return self.choices[value] if isinstance(value, str) else value
+        return say(self.choices[value]) if isinstance(value, str) else value
 
     def why_text(self, measured: Measured) -> str:
         """Why it is so, in this run."""
-        return self.why.format(**measured.facts)
+        return say(self.why, **measured.facts)
 
     def more_text(self, measured: Measured, device_type: str) -> str:
         """What can be unfolded below."""
         more = self.more if measured.more is None else measured.more
         told = (more, self.on_cpu if device_type == "cpu" else "")
-        return "\n".join(text.format(**measured.facts) for text in told if text)
+        return "\n".join(say(text, **measured.facts) for text in told if text)
 
 
 def play(

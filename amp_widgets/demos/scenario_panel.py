@@ -14,6 +14,7 @@ from amp_widgets import kernel
 from amp_widgets.demos.prepared_scenario import Measured, Scenario, play
 from amp_widgets.demos.scenarios import SCENARIOS
 from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.language import in_language, say
 from amp_widgets.widgets.question import Question
 from amp_widgets.widgets.scenario_control import (
     BY_HAND,
@@ -64,7 +65,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         self._place = f"ampw-scenario-{uuid.uuid4().hex}"
         self._displayed = False
         self.scenario: Scenario = SCENARIOS[name]
-        self._choice = ScenarioControl(self.choose, [(one.name, one.title) for one in SCENARIOS.values()])
+        self._choice = ScenarioControl(self.choose, [(one.name, say(one.title)) for one in SCENARIOS.values()])
         self._measure = MeasureControl(self.run)
         self._right = ipywidgets.Box((), _dom_classes=("ampw-play-right",))
         self._play = ipywidgets.Box((), _dom_classes=("ampw-play",))
@@ -106,7 +107,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
                 self._renew()
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._work, args=(self._stop,), name="amp_widgets scenario", daemon=True)
-            self._tell(STEP.format(step=0, steps=self.scenario.steps), pending=True)
+            self._tell(say(STEP, step=0, steps=self.scenario.steps), pending=True)
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -143,7 +144,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _ipython_display_(self, **_options: Any) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._model_id}
-        display({"text/plain": NOT_SHOWN, "application/vnd.jupyter.widget-view+json": view}, raw=True)
+        display({"text/plain": say(NOT_SHOWN), "application/vnd.jupyter.widget-view+json": view}, raw=True)
         if not self._displayed:  # below it, the picture that stays in the notebook
             self._displayed = True
             display({"text/plain": ""}, raw=True, display_id=self._place)
@@ -153,8 +154,10 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _asked(self) -> Question:
         scenario = self.scenario
-        choices = list(scenario.choices.values()) or None
-        question = Question(scenario.question, unit=scenario.unit, choices=choices, within=scenario.within)
+        choices = [say(text) for text in scenario.choices.values()] or None
+        question = Question(
+            say(scenario.question), unit=say(scenario.unit) if scenario.unit else "", choices=choices, within=scenario.within
+        )
         question.on_guess(self._guessed)
         kernel.answer_where_asked(question.comm)
         return question
@@ -177,7 +180,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _show(self) -> None:
         scenario = self.scenario
-        self._choice.show(scenario.name, scenario.situation, scenario.watch)
+        self._choice.show(scenario.name, say(scenario.situation), say(scenario.watch))
         self._right.children = (self._measure, self.question.answer) if self._measured else (self._measure,)
         self._play.children = (self.question, self._right)
         self.children = (self._choice, self._play, self._dashboard)
@@ -185,7 +188,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _tell(self, note: str = "", *, pending: bool = False, fraction: float = 0.0, problem: str = "") -> None:
         guessed = self.question.guessed is not None
-        note = note or (READY.format(steps=self.scenario.steps) if guessed else GUESS_FIRST)
+        note = note or (say(READY, steps=self.scenario.steps) if guessed else say(GUESS_FIRST))
         told = {"ready": guessed, "pending": pending, "again": self._measured, "fraction": fraction, "problem": problem}
         self._measure.show(note, **told)  # type: ignore[arg-type]  # each as it is to be
 
@@ -207,7 +210,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
         def on_step(step: int) -> None:
             done = min(step, steps)
-            note = MEASURING if done == steps else STEP.format(step=done, steps=steps)
+            note = say(MEASURING) if done == steps else say(STEP, step=done, steps=steps)
             self._tell(note, pending=True, fraction=done / steps)
 
         problem = ""
@@ -215,9 +218,9 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         try:
             measured = play(scenario, session, on_step=on_step, stop=stop)
         except AmpWidgetsError as error:
-            problem = NOT_MEASURED.format(reason=str(error).removeprefix("scenario: "))
+            problem = say(NOT_MEASURED, reason=in_language(str(error).removeprefix("scenario: ")))
         except Exception as error:  # a thread's traceback would go where nobody looks
-            problem = NOT_MEASURED.format(reason=f"{type(error).__name__}: {error}")
+            problem = say(NOT_MEASURED, reason=f"{type(error).__name__}: {error}")
         if stop.is_set():
             return
         with self._lock:
@@ -226,7 +229,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
                 why, more = scenario.why_text(measured), scenario.more_text(measured, session.device.type)
                 question.reveal(scenario.choice_text(measured.value), why=why, more=more)
                 self._right.children = (self._measure, question.answer)
-                problem = BY_HAND if _changed_by_hand(session, steps) else ""
+                problem = say(BY_HAND) if _changed_by_hand(session, steps) else ""
             self._tell(problem=problem)
 
     def _end_run(self) -> None:

@@ -17,6 +17,7 @@ from amp_widgets.charts.two_themes import two_themes
 from amp_widgets.errors import ExportError
 from amp_widgets.export.blocks import block, with_small_arrays
 from amp_widgets.export.new_file import check_free, write_whole
+from amp_widgets.language import in_language, language, marked, page_script_in_language
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -59,19 +60,19 @@ class Page:
 
     def heading(self, text: str) -> None:
         """Of a section."""
-        self._parts.append(f"<h2>{escaped(text)}</h2>")
+        self._parts.append(f"<h2>{_said(text)}</h2>")
 
     def paragraph(self, text: str, *, note: bool = False) -> None:
         """A paragraph, small as a `note`."""
-        self._parts.append(f"<p{' class=note' if note else ''}>{escaped(text)}</p>")
+        self._parts.append(f"<p{' class=note' if note else ''}>{_said(text)}</p>")
 
     def bullets(self, lines: Iterable[str]) -> None:
         """A list."""
-        self._parts.append(f"<ul>{''.join(f'<li>{escaped(line)}</li>' for line in lines)}</ul>")
+        self._parts.append(f"<ul>{''.join(f'<li>{_said(line)}</li>' for line in lines)}</ul>")
 
     def terms(self, terms: Mapping[str, str]) -> None:
         """Short facts, side by side: what → how much."""
-        found = "".join(f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in terms.items())
+        found = "".join(f"<div><dt>{_said(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in terms.items())
         self._parts.append(f"<dl>{found}</dl>")
 
     def table(
@@ -79,12 +80,17 @@ class Page:
     ) -> None:
         """A table; `numbers` are the columns that are aligned right. With `folded` it is behind that word until it is opened."""
         side = [" class=number" if i in numbers else "" for i in range(len(columns))]
-        head = "".join(f"<th scope=col{kind}>{escaped(name)}</th>" for name, kind in zip(columns, side, strict=True))
-        cells = ("".join(f"<td{kind}>{escaped(cell)}</td>" for cell, kind in zip(row, side, strict=True)) for row in rows)
+        head = "".join(f"<th scope=col{kind}>{_said(name)}</th>" for name, kind in zip(columns, side, strict=True))
+        cells = (
+            "".join(
+                f"<td{kind}>{_said(cell) if ' ' in cell else escaped(cell)}</td>" for cell, kind in zip(row, side, strict=True)
+            )
+            for row in rows
+        )
         body = "".join(f"<tr>{row}</tr>\n" for row in cells)
         found = f"<div class=table><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
         if folded is not None:
-            found = f"<details><summary>{escaped(folded)}</summary>{found}</details>"
+            found = f"<details><summary>{_said(folded)}</summary>{found}</details>"
         self._parts.append(found)
 
     def figure(self, draw: Callable[[Theme], go.Figure], *, label: str, still: str = "", along: str = "") -> None:
@@ -101,6 +107,7 @@ class Page:
         along
             A name of what is along its axis: where one is zoomed, all with the same name are.
         """
+        label = in_language(label)
         picture = base64.b64encode(still.encode()).decode()
         image = f'<img class=still src="data:image/svg+xml;base64,{picture}" alt="{escaped(label)}">' if still else ""
         if self._plotly == "none":
@@ -119,7 +126,7 @@ class Page:
         scripts, policy = self._scripts()
         style = (_HERE.parent / "charts" / "live.css").read_text(encoding="utf-8") + _text("page.css")
         return (
-            f"<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+            f"<!doctype html>\n<html lang={language()}>\n<head>\n<meta charset=utf-8>\n"
             f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
             f'<meta name=viewport content="width=device-width, initial-scale=1">\n<meta name=color-scheme content="light dark">\n'
             f"<title>{escaped(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
@@ -149,7 +156,8 @@ class Page:
         allowed: list[str] = []
         elements: list[str] = []
         if self._figures:
-            script = f"const VERSION = {_plotly_version()!r};\n{page_script('figure_view')}{_text('page.js')}"
+            words = page_script_in_language(page_script("figure_view"))
+            script = f"const VERSION = {_plotly_version()!r};\n{words}{_text('page.js')}"
             elements.append(block("figures", self._figures))
             library = _plotly_script()
             if self._plotly == "inline":
@@ -169,6 +177,24 @@ def escaped(text: str) -> str:
     return html.escape(re.sub("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
+def _said(text: str) -> str:
+    """A text in the language in force, for HTML."""
+    return escaped(in_language(text))
+
+
+def _cell(text: str) -> str:
+    """Of a table: a single word may be the name of a layer."""
+    return _said(text) if " " in text else escaped(text)
+
+
+# Words of a page that are in no sentence.
+_WORDS = (
+    marked("steps"), marked("last loss"), marked("skipped steps"), marked("highest peak"), marked("median step"),
+    marked("changes"), marked("Notes"), marked("Training"), marked("Gradients"), marked("Events"), marked("Layers"),
+    marked("Environment"), marked("setting"), marked("at the end"), marked("at the beginning"), marked("step"), marked("after"),
+    marked("what"), marked("reason"), marked("layer"), marked("type"), marked("parameters"), marked("which"),
+    marked("scale changed"), marked("skipped, scale changed"), marked("scale_changed"),
+)  # fmt: skip
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"

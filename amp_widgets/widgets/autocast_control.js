@@ -1,6 +1,6 @@
 export default {
   render({ model, el }) {
-    const { body, titleId, setWaiting, showLost, remove } = frame(el, "Autocast", "ampw-autocast");
+    const { body, titleId, setWaiting, showLost, remove } = frame(el, say("Autocast"), "ampw-autocast");
     const group = h("div", { class: "ampw-segments", role: "radiogroup", "aria-labelledby": titleId });
     const notes = h("div", { class: "ampw-notes" });
     const name = uid();
@@ -22,7 +22,7 @@ export default {
         parts.set(option.name, { input, label });
         group.append(label);
         if (option.note) {
-          const text = option.available ? option.note : `not available: ${option.note}`;
+          const text = option.available ? option.note : say("not available: {why}", { why: option.note });
           notes.append(h("p", { id: noteId }, h("b", {}, option.name), " ", text));
         }
       }

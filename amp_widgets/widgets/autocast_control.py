@@ -8,6 +8,7 @@ from typing import Any
 import traitlets
 
 from amp_widgets.core.settings import AUTOCAST_NAMES
+from amp_widgets.language import in_language, say
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 
@@ -29,9 +30,9 @@ class AutocastControl(Control):
         for name in AUTOCAST_NAMES:
             support = state.support.get(name)
             available = support is None or support.available
-            note = "" if support is None else support.note
+            note = "" if support is None else in_language(support.note)
             if not available:
-                note = note or "this device does not have it"
+                note = note or say("this device does not have it")
             options.append({"name": name, "available": available, "note": note})
         return {
             "options": options,

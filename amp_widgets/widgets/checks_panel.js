@@ -1,19 +1,19 @@
-// [kind, what its button says, while it is waited for]
+// [kind, its name, what its button says, while it is waited for]
 const CHECKS = [
-  ["check", "Check parity", "Checking at the next step …"],
-  ["preflight", "Preflight", "Looking at the next step …"],
+  ["check", say("Parity"), say("Check parity"), say("Checking at the next step …")],
+  ["preflight", say("Preflight"), say("Preflight"), say("Looking at the next step …")],
 ];
 
 export default {
   render({ model, el }) {
-    const { body, setWaiting, showLost, remove } = frame(el, "Checks", "ampw-checks");
-    const parts = CHECKS.map(([kind, label, waits]) => {
+    const { body, setWaiting, showLost, remove } = frame(el, say("Checks"), "ampw-checks");
+    const parts = CHECKS.map(([kind, name, label, waits]) => {
       const button = h("button", { type: "button", onclick: () => asked.ask({ inspect: kind }, { [kind]: true }) });
       const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
       const caption = h("span", { class: "ampw-dim" });
       const report = h("div", { class: "ampw-report-html" });
-      const title = h("h4", {}, label === "Preflight" ? "Preflight" : "Parity", " ", caption);
-      const area = h("div", { class: "ampw-check-report", role: "region", "aria-label": label === "Preflight" ? "Preflight" : "Parity", tabindex: "0", hidden: true }, title, report);
+      const title = h("h4", {}, name, " ", caption);
+      const area = h("div", { class: "ampw-check-report", role: "region", "aria-label": name, tabindex: "0", hidden: true }, title, report);
       return { kind, label, waits, button, whyNot, caption, report, area, html: "" };
     });
     const automaticId = uid();
@@ -21,10 +21,10 @@ export default {
       type: "checkbox", id: automaticId,
       onchange: () => asked.ask({ automatic: automatic.checked }, { automatic: automatic.checked }),
     });
-    const tick = h("span", { class: "ampw-tick" }, automatic, h("label", { for: automaticId }, "check parity after each change of the checkpointed layers"));
+    const tick = h("span", { class: "ampw-tick" }, automatic, h("label", { for: automaticId }, say("check parity after each change of the checkpointed layers")));
     const noBatch = h("span", { class: "ampw-dim", id: uid(), hidden: true });
     body.append(
-      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is checked"),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, say("What is checked")),
         ...model.get("explanations").flat().map((text) => h("p", {}, text))),
       h("div", { class: "ampw-choices" }, ...parts.map((part) => part.button), tick),
       noBatch,

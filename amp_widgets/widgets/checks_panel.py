@@ -9,27 +9,28 @@ from typing import Any, Literal
 import traitlets
 
 from amp_widgets.analysis.inspections import Inspection
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
-from amp_widgets.widgets.text import not_done_text
+from amp_widgets.widgets.text import html_in_language, not_done_text
 
 Check = Literal["check", "preflight"]
 CHECKS: tuple[Check, ...] = ("check", "preflight")
-PARITY_EXPLAINED = (
+PARITY_EXPLAINED = marked(
     "Parity runs a forward and a backward pass on the newest batch with the settings in force, and again without checkpointing. "
     "Loss, gradients, buffers and random numbers have to agree bit for bit, as checkpointing only computes again what is known. "
     "Autocast does change the numbers: how far they are from fp32 is measured. Nothing is trained by it, and weights, gradients, "
     "buffers and random numbers are as before afterwards."
 )
-PARITY_EXAMPLE = (
+PARITY_EXAMPLE = marked(
     "In the digits demo: choose bf16, press Start, tick some layers as checkpointed and press Check parity. Checkpointing "
     "changes nothing, and the gradients in bf16 are off by some percent; in the text demo by some tenths of a percent."
 )
-PREFLIGHT_EXPLAINED = (
+PREFLIGHT_EXPLAINED = marked(
     "Preflight reads the model, the optimizer and the settings, watches one forward pass, and lists what fails or gives wrong "
     "numbers, also what would do so only on a GPU; with each the cure. Nothing is trained by it either."
 )
-PREFLIGHT_EXAMPLE = (
+PREFLIGHT_EXAMPLE = marked(
     "In the digits demo it finds nothing. Convert the model by mistake, session.model.half() in a cell, and press Preflight: its "
     "parameters and BatchNorm are in fp16 then, and the optimizer's state is not. session.model.float() puts it right. In the "
     "text demo it tells what the fused optimizer means for clipping gradients."
@@ -64,7 +65,7 @@ class ChecksPanel(Control):
 
     explanations: traitlets.List[Any] = traitlets.List(
         [[PARITY_EXPLAINED, PARITY_EXAMPLE], [PREFLIGHT_EXPLAINED, PREFLIGHT_EXAMPLE]], help="With each an example."
-    ).tag(sync=True)
+    ).tag(sync=True, said=True)
     check = traitlets.Dict(help="What `_shown` says.").tag(sync=True)
     preflight = traitlets.Dict(help="The same.").tag(sync=True)
     automatic = traitlets.Bool(False).tag(sync=True)
@@ -81,7 +82,9 @@ class ChecksPanel(Control):
                 "check": _shown(state.check, "check"),
                 "preflight": _shown(state.preflight, "preflight"),
                 "automatic": state.automatic,
-                "why_no_batch": "" if state.why_no_batch is None else f"For parity {state.why_no_batch}.",
+                "why_no_batch": ""
+                if state.why_no_batch is None
+                else say("For parity {why}.", why=in_language(state.why_no_batch)),
             }
         )
 
@@ -101,11 +104,20 @@ class ChecksPanel(Control):
         return f"<amp_widgets checks panel: {', '.join(done) or 'nothing checked yet'}>"
 
 
+# Words of a report that are in no sentence.
+_SAID = (
+    marked("nothing found"), marked("{count} gradients"), marked("{count} gradient"), marked("{count} buffers"),
+    marked("{count} buffer"), marked("what"), marked("name"), marked("off by"), marked("relative"), marked("gradient"),
+    marked("buffer"), marked("random"), marked("error"), marked("loss"), marked("the loss"), marked("(predicted)"),
+    marked("warning"), marked("note"),
+)  # fmt: skip
+
+
 def _shown(one: Inspection, kind: Check) -> dict[str, Any]:
     """``html`` of the report, in which everything is escaped, ``caption``, ``why_not`` and ``pending``."""
     return {
-        "html": "" if one.result is None else one.result._repr_html_(),
-        "caption": "" if one.result is None else f"Before step {one.step:,}",
+        "html": "" if one.result is None else html_in_language(one.result._repr_html_()),
+        "caption": "" if one.result is None else say("Before step {step}", step=f"{one.step:,}"),
         "why_not": "" if one.why_not is None else not_done_text(kind, one.why_not),
         "pending": one.pending,
     }

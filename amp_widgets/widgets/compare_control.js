@@ -1,21 +1,22 @@
 // [heading, what it means, whether numbers]; that of the loss is in `loss_head`
 const COLUMNS = [
-  ["settings", "The format of autocast, and the set of checkpointed layers", false],
-  ["peak", "The most that is held at one time within a step", true],
-  ["×\u00a0peak", "The peak, of that of fp32/none: below 1 is less memory", true],
-  ["step time", "Of the median step; below it the middle half of the steps", true],
-  ["×\u00a0time", "The step time, of that of fp32/none: below 1 is faster. Grey: within the spread, so not known", true],
-  ["samples/s", "Samples a second, of the median step", true],
-  ["loss", "On this batch, after so many training steps on it", true],
-  ["error of gradients", "Relative error of the first step's gradients against those of fp32/none", true],
-  ["skipped", "Steps that were skipped because of inf or NaN in the gradients", true],
-  ["use", "Ask for these settings, in force from the next step", false],
+  [say("settings"), say("The format of autocast, and the set of checkpointed layers"), false],
+  [say("peak"), say("The most that is held at one time within a step"), true],
+  [say("×\u00a0peak"), say("The peak, of that of fp32/none: below 1 is less memory"), true],
+  [say("step time"), say("Of the median step; below it the middle half of the steps"), true],
+  [say("×\u00a0time"), say("The step time, of that of fp32/none: below 1 is faster. Grey: within the spread, so not known"), true],
+  [say("samples/s"), say("Samples a second, of the median step"), true],
+  [say("loss"), say("On this batch, after so many training steps on it"), true],
+  [say("error of gradients"), say("Relative error of the first step's gradients against those of fp32/none"), true],
+  [say("skipped"), say("Steps that were skipped because of inf or NaN in the gradients"), true],
+  [say("use"), say("Ask for these settings, in force from the next step"), false],
 ];
-const AXES = [["format", "formats", "Formats"], ["set", "sets", "Checkpointed layers"]];
+const LOSS_COLUMN = 6;
+const AXES = [["format", "formats", say("Formats")], ["set", "sets", say("Checkpointed layers")]];
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Compare settings", "ampw-compare");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, say("Compare settings"), "ampw-compare");
     const summary = h("span", { class: "ampw-dim" });
     heading.append(summary);
 
@@ -44,27 +45,27 @@ export default {
         ...model.get(`all_${trait}`).map((value) => h("option", { value }, String(value))));
       return { trait, list, field: h("span", { class: "ampw-choice" }, h("label", { for: id }, title), list) };
     };
-    const numbers = [number("steps", "timed steps a round"), number("rounds", "rounds")];
+    const numbers = [number("steps", say("timed steps a round")), number("rounds", say("rounds"))];
     const size = h("span", { class: "ampw-dim", id: uid() });
     const compare = h("button", { type: "button", onclick: () => asked.ask({ compare: true }, { compare: true }) });
     const noBatch = h("span", { class: "ampw-dim", id: uid(), hidden: true });
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
 
     const bar = h("div", {});
-    const track = h("div", { class: "ampw-track", role: "progressbar", "aria-label": "Comparison", "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
+    const track = h("div", { class: "ampw-track", role: "progressbar", "aria-label": say("Comparison"), "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
     const doing = h("span", {});
-    const cancel = h("button", { type: "button", onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, "Cancel");
+    const cancel = h("button", { type: "button", onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, say("Cancel"));
     const progress = h("div", { class: "ampw-progress", hidden: true }, h("div", {}, doing, track), cancel);
 
     const lossHead = h("span", {}, "loss");
-    const heads = COLUMNS.map(([label, title, numeric]) =>
-      h("th", { scope: "col", title, class: numeric ? "ampw-number" : null }, label === "loss" ? lossHead : label));
+    const heads = COLUMNS.map(([label, title, numeric], position) =>
+      h("th", { scope: "col", title, class: numeric ? "ampw-number" : null }, position === LOSS_COLUMN ? lossHead : label));
     const { view, lines } = scrolledTable(titleId, ...heads);
     const verdict = h("ul", { class: "ampw-verdict", role: "status" });
     const words = h("div", {});
-    const obtained = h("details", { class: "ampw-obtained" }, h("summary", {}, "How it was measured"), words);
+    const obtained = h("details", { class: "ampw-obtained" }, h("summary", {}, say("How it was measured")), words);
     body.append(
-      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is compared"),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, say("What is compared")),
         h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
       h("div", { class: "ampw-lines" }, ...boxes.map(({ field }) => field),
         h("div", { class: "ampw-choices" }, ...numbers.map(({ field }) => field), size)),
@@ -78,7 +79,7 @@ export default {
       uses = [];
       lines.replaceChildren(...rows.map((row, position) => {
         const head = h("th", { scope: "row", title: row.title || null, "data-format": row.format },
-          h("b", {}, row.label), h("small", {}, row.layers || "no layer"));
+          h("b", {}, row.label), h("small", {}, row.layers || say("no layer")));
         if (row.why_not) {
           uses.push(null);
           return h("tr", {}, head, h("td", { class: "ampw-reason", colspan: COLUMNS.length - 1 }, row.why_not));
@@ -119,7 +120,7 @@ export default {
       setText(size, model.get("size"));
       const pending = model.get("pending") || asked.value("compare", false);
       const none = !boxes.every(({ made }) => [...made.values()].some(({ box }) => box.checked));
-      setText(compare, pending ? "Comparing …" : model.get("rows").length ? "Compare again" : "Compare");
+      setText(compare, pending ? say("Comparing …") : model.get("rows").length ? say("Compare again") : say("Compare"));
       compare.setAttribute("aria-busy", String(pending));
       compare.setAttribute("aria-describedby", `${size.id} ${noBatch.id}`);
       setText(noBatch, model.get("why_no_batch"));
@@ -131,7 +132,7 @@ export default {
       bar.style.width = `${percent}%`;
       track.setAttribute("aria-valuenow", percent);
       const cancelling = model.get("cancelling") || asked.value("cancel", false);
-      setText(doing, model.get("progress") || "Asked for …");
+      setText(doing, model.get("progress") || say("Asked for …"));
       track.setAttribute("aria-valuetext", doing.textContent);
       setOff(cancel, cancelling);
       setText(whyNot, model.get("why_not"));
@@ -143,8 +144,8 @@ export default {
         if (row === null) return;
         const how = asked.value(`use ${position}`, model.get("uses")[position] ?? "");
         row.element.dataset.use = how;
-        setText(row.use, how === "" ? "Use" : how === "in force" ? "In force" : "Requested");
-        row.use.setAttribute("aria-label", how === "" ? `Use these settings: ${rows[position].label}` : `${row.use.textContent}: ${rows[position].label}`);
+        setText(row.use, how === "" ? say("Use") : how === "in force" ? say("In force") : say("Requested"));
+        row.use.setAttribute("aria-label", how === "" ? say("Use these settings: {settings}", { settings: rows[position].label }) : `${row.use.textContent}: ${rows[position].label}`);
         setOff(row.use, locked || how !== "");
       });
       putList(verdict, model.get("verdict"), (text) => h("li", {}, text));

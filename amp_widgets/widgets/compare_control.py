@@ -17,6 +17,7 @@ from amp_widgets.analysis.relative_error import error_text
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.number_text import ratio_text, time_text
 from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
@@ -24,7 +25,7 @@ from amp_widgets.widgets.text import not_done_text
 if TYPE_CHECKING:
     from amp_widgets.core.layers import Layer
 
-EXPLAINED = (
+EXPLAINED = marked(
     "Mixed precision keeps and computes much of a step in 16 bits; checkpointing keeps less of the forward pass, and computes "
     "it again in the backward pass. How much memory that saves and what it does to the time depends on the model, the batch and "
     "the device, so it is measured: each combination trains a few steps on the newest batch from the same start, in turns, so "
@@ -33,7 +34,7 @@ EXPLAINED = (
     "faster is then not known. The error of the first gradients says what a format does to the numbers; checkpointing has to "
     "leave them as they are. The run waits meanwhile and goes on afterwards, and nothing that was trained here is kept."
 )
-EXAMPLE = (
+EXAMPLE = marked(
     "In the text demo on a CPU: press Start, then Compare. The peak of a step is 124.8 MB in fp32, 82.6 MB in bf16, 43.0 MB with "
     "all layers checkpointed and 34.4 MB with both. The first gradients are off by about 3e-03 in bf16 and 4e-04 in fp16, and by "
     "nothing where layers are only checkpointed. What becomes of the step time differs from one CPU to the next: see yours."
@@ -83,8 +84,8 @@ class CompareControl(Control):
     _esm = page_script("compare_control", "virtual_table")
     _css = page_style("virtual_table", "compare_panel")
 
-    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
-    example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True, said=True)
+    example = traitlets.Unicode(EXAMPLE).tag(sync=True, said=True)
     formats: traitlets.List[Any] = traitlets.List(help="Name, label, whether ticked, why it cannot be.").tag(sync=True)
     sets: traitlets.List[Any] = traitlets.List(help="The same of sets of checkpointed layers.").tag(sync=True)
     all_steps: traitlets.List[Any] = traitlets.List([*STEPS]).tag(sync=True)
@@ -101,7 +102,7 @@ class CompareControl(Control):
     caption = traitlets.Unicode(help="When it was measured.").tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List(help="Of each row what `_row` says.").tag(sync=True)
     uses: traitlets.List[Any] = traitlets.List(help="Of each row whether it is in force or requested.").tag(sync=True)
-    loss_head = traitlets.Unicode("loss").tag(sync=True)
+    loss_head = traitlets.Unicode(marked("loss")).tag(sync=True, said=True)
     verdict: traitlets.List[Any] = traitlets.List(help="Sentences.").tag(sync=True)
     details: traitlets.List[Any] = traitlets.List(help="How it was obtained.").tag(sync=True)
 
@@ -139,9 +140,11 @@ class CompareControl(Control):
                 "cancelling": status.cancelling,
                 "fraction": 0.0 if progress is None else round(progress.done / progress.total, 3),
                 "progress": _progress_text(status),
-                "caption": "" if result is None else f"{_when(result)} step {status.step:,}",
+                "caption": "" if result is None else say(_when(result), step=f"{status.step:,}"),
                 "why_not": _why_not(status),
-                "why_no_batch": "" if state.why_no_batch is None else f"To compare, {state.why_no_batch}.",
+                "why_no_batch": ""
+                if state.why_no_batch is None
+                else say("To compare, {why}.", why=in_language(state.why_no_batch)),
             }
         )
 
@@ -194,7 +197,7 @@ class CompareControl(Control):
         found: list[list[Any]] = []
         for name in AUTOCAST_NAMES:
             its = support.get(name)
-            why_off = "" if its is None or its.available else its.note or "this device does not have it"
+            why_off = "" if its is None or its.available else in_language(its.note) or say("this device does not have it")
             found.append([name, name, name in self._ticked["format"], why_off])
         return found
 
@@ -202,13 +205,13 @@ class CompareControl(Control):
         chosen = () if self._dashboard is None else self._dashboard.settings.checkpointed
         why_off = {
             "none": "",
-            "all": "" if self._all else "this model has no layer inside it that can be checkpointed",
+            "all": "" if self._all else say("this model has no layer inside it that can be checkpointed"),
             "planned": self._why_not_planned(),
-            "chosen": "" if chosen else "no layer is checkpointed now: tick some under Layers",
+            "chosen": "" if chosen else say("no layer is checkpointed now: tick some under Layers"),
         }
         for name, its in (("all", self._all), ("planned", self._planned)):
             if chosen and its is not None and set(chosen) == set(its) and not why_off[name]:
-                why_off["chosen"] = f"the layers that are checkpointed now are those of {name}"
+                why_off["chosen"] = say("the layers that are checkpointed now are those of {name}", name=name)
         labels = {
             "none": "none",
             "all": _counted("all", self._all),
@@ -219,10 +222,10 @@ class CompareControl(Control):
 
     def _why_not_planned(self) -> str:
         if self._planned is None:
-            return "there is no plan yet: make one under Plan"
+            return say("there is no plan yet: make one under Plan")
         if not self._planned:
-            return "the plan checkpoints no layer, as none does"
-        return "the plan's layers are those of all" if set(self._planned) == set(self._all) else ""
+            return say("the plan checkpoints no layer, as none does")
+        return say("the plan's layers are those of all") if set(self._planned) == set(self._all) else ""
 
     def _uses(self) -> dict[str, Any]:
         rows: Sequence[Row] = () if self._result is None else self._result.rows
@@ -248,12 +251,12 @@ def _use(row: Row, settings: Settings, wanted: Settings) -> str:
 
 def _result_traits(result: Comparison | None) -> dict[str, Any]:
     if result is None:
-        return {"rows": [], "verdict": [], "details": [], "loss_head": "loss"}
+        return {"rows": [], "verdict": [], "details": [], "loss_head": say("loss")}
     return {
         "rows": [_row(row) for row in result.rows],
-        "verdict": list(result.verdict),
-        "details": [*result.notes, result.obtained],
-        "loss_head": f"loss after {result.steps}\N{NO-BREAK SPACE}step{'s' * (result.steps != 1)}",
+        "verdict": [in_language(one) for one in result.verdict],
+        "details": [in_language(one) for one in (*result.notes, result.obtained)],
+        "loss_head": say_number("loss after {count}\xa0step", "loss after {count}\xa0steps", result.steps),
     }
 
 
@@ -261,28 +264,37 @@ def _row(row: Row) -> dict[str, Any]:
     """Texts, by column."""
     count = len(row.checkpointed)
     named = {
-        "label": row.label,
-        "layers": f"{count} layer{'s' * (count != 1)}" if count else "",
+        "label": in_language(row.label),
+        "layers": say_number("{count} layer", "{count} layers", count) if count else "",
         "format": row.autocast,
         "title": ", ".join(row.checkpointed),
     }
     if row.why_not is not None:
-        return named | {"why_not": row.why_not}
-    remarks = [f"{row.nonfinite:,} elements inf or NaN"] if row.nonfinite else []
+        return named | {"why_not": in_language(row.why_not)}
+    remarks = [say("{nonfinite} elements inf or NaN", nonfinite=f"{row.nonfinite:,}")] if row.nonfinite else []
     return named | {
         "why_not": "",
         "peak": _or_dash(memory_text(row.peak_bytes), row.peak_bytes),
         "peak_ratio": _or_dash(ratio_text(row.peak_ratio), row.peak_ratio),
         "time": _or_dash(time_text(row.step_s), row.step_s),
-        "spread": _or_dash(f"{time_text(row.step_s_low)} to {time_text(row.step_s_high)}", row.step_s),
+        "spread": _or_dash(
+            say("{step_s_low} to {step_s_high}", step_s_low=time_text(row.step_s_low), step_s_high=time_text(row.step_s_high)),
+            row.step_s,
+        ),
         "time_ratio": _or_dash(ratio_text(row.time_ratio), row.time_ratio),
         "unsure": _unsure(row),
         "samples": _or_dash(f"{row.samples_per_s:,.4g}", row.samples_per_s),
         "loss": _or_dash(f"{row.loss:#.4g}", row.loss),
-        "gradients": error_text(row.gradient_error) if row.reference is not None else "reference",
-        "skipped": f"{row.skipped} of {row.steps}" if row.skipped else "0",
+        "gradients": error_text(row.gradient_error) if row.reference is not None else say("reference"),
+        "skipped": say("{skipped} of {steps}", skipped=row.skipped, steps=row.steps) if row.skipped else "0",
         "remark": "; ".join(remarks),
     }
+
+
+# Of what a comparison says by itself, beside what its own sentences are.
+_SAID = (
+    marked("peak {ratio} of {other}"), marked("time {ratio} of {other}"), marked("time {ratio} (within the spread) of {other}"),
+)  # fmt: skip
 
 
 def _unsure(row: Row) -> str:
@@ -291,8 +303,8 @@ def _unsure(row: Row) -> str:
     if other is None or row.time_differs:
         return ""
     if row.few_steps or other.few_steps:
-        return f"Fewer than {LEAST_STEPS} steps were timed: which is faster is not known"
-    return f"Within the spread of {other.label}: which is faster is not known"
+        return say("Fewer than {count} steps were timed: which is faster is not known", count=LEAST_STEPS)
+    return say("Within the spread of {settings}: which is faster is not known", settings=other.label)
 
 
 def _or_dash(text: str, number: float) -> str:
@@ -305,14 +317,23 @@ def _counted(name: str, layers: Sequence[str]) -> str:
 
 def _size_text(grid: Mapping[str, Sequence[str]], steps: int) -> str:
     if not grid["autocast"]:
-        return "Tick at least one format"
+        return say("Tick at least one format")
     if not grid["checkpointed"]:
-        return "Tick at least one set of layers"
+        return say("Tick at least one set of layers")
     count = len(grid["autocast"]) * len(grid["checkpointed"])
     reference = "fp32" in grid["autocast"] and "none" in grid["checkpointed"]
-    beside = "" if reference else ", with fp32/none, to which the ratios are"
     count += not reference
-    return f"{count} combination{'s' * (count != 1)}{beside}: {count * steps:,} steps on one batch"
+    total = f"{count * steps:,}"
+    if reference:
+        return say_number(
+            "{count} combination: {total} steps on one batch",
+            "{count} combinations: {total} steps on one batch",
+            count,
+            total=total,
+        )
+    return say(
+        "{count} combinations, with fp32/none, to which the ratios are: {total} steps on one batch", count=count, total=total
+    )
 
 
 def _progress_text(status: ComparisonStatus) -> str:
@@ -320,22 +341,24 @@ def _progress_text(status: ComparisonStatus) -> str:
         return ""
     progress = status.progress
     if status.cancelling:
-        return "Ends after the step in progress …"
+        return say("Ends after the step in progress …")
     if progress is None:
-        return "Begins when the step in progress is over …"
-    left = left_text(progress.seconds_left)
-    return f"{progress.doing} · step {progress.done:,} of {progress.total:,}{left and f' · {left}'}"
+        return say("Begins when the step in progress is over …")
+    left = in_language(left_text(progress.seconds_left))
+    done = say("step {step} of {last}", step=f"{progress.done:,}", last=f"{progress.total:,}")
+    return " · ".join(filter(None, (in_language(progress.doing), done, left)))
 
 
 def _why_not(status: ComparisonStatus) -> str:
     if status.cancelled:
-        before = "" if status.result is None else "; what is shown was measured before"
-        return f"Cancelled before a round was complete{before}"
+        if status.result is None:
+            return say("Cancelled before a round was complete")
+        return say("Cancelled before a round was complete; what is shown was measured before")
     return "" if status.why_not is None else not_done_text("compare", status.why_not)
 
 
 def _when(result: Comparison) -> str:
-    return "Cancelled early, measured before" if result.cancelled else "Measured before"
+    return marked("Cancelled early, measured before step {step}") if result.cancelled else marked("Measured before step {step}")
 
 
 def _nobody(*_args: object, **_values: object) -> None:

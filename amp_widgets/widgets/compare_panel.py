@@ -9,10 +9,13 @@ import ipywidgets
 from amp_widgets.analysis.comparison import Comparison
 from amp_widgets.charts.comparison import comparison_sentence
 from amp_widgets.charts.figure_view import FigureView
+from amp_widgets.language import marked, say
 from amp_widgets.widgets.compare_control import CompareControl, CompareState
 from amp_widgets.widgets.state import DashboardState
 
-NOTHING_YET = "Nothing was compared yet. What is drawn then: the peak memory and the step time of each combination, as a point."
+NOTHING_YET = marked(
+    "Nothing was compared yet. What is drawn then: the peak memory and the step time of each combination, as a point."
+)
 
 
 class ComparePanel(ipywidgets.Box):
@@ -35,7 +38,7 @@ class ComparePanel(ipywidgets.Box):
     ) -> None:
         self._drawn: Comparison | None = None
         self._control = CompareControl(command, request, dashboard=dashboard)
-        self._figure = FigureView(note=NOTHING_YET)
+        self._figure = FigureView(note=say(NOTHING_YET))
         super().__init__((self._control, self._figure), _dom_classes=("ampw-compare-panel",))
         if state is not None:
             self.show(state)
@@ -48,10 +51,13 @@ class ComparePanel(ipywidgets.Box):
             return
         self._drawn = result
         if result is None:
-            self._figure.clear(NOTHING_YET)
+            self._figure.clear(say(NOTHING_YET))
         else:
             sentence = comparison_sentence(result.rows)
-            self._figure.show(lambda theme: result.to_figure(title="", theme=theme), label=f"Settings compared. {sentence}")
+            self._figure.show(
+                lambda theme: result.to_figure(title="", theme=theme),
+                label=say("Settings compared. {sentence}", sentence=sentence),
+            )
 
     def render(self, dashboard: DashboardState) -> None:
         """Show what can be compared, and what is in force."""

@@ -9,6 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from amp_widgets.language import page_script_in_language, say, words_script
 from amp_widgets.widgets.state import DashboardState
 
 _HERE = Path(__file__).parent
@@ -16,7 +17,7 @@ _HERE = Path(__file__).parent
 
 def page_script(name: str, *shared: str) -> str:
     """The JavaScript of a control, after what all of them share and what some do, such as ``"virtual_table"``."""
-    return "".join((_HERE / f"{part}.js").read_text(encoding="utf-8") for part in ("page", *shared, name))
+    return words_script() + "".join((_HERE / f"{part}.js").read_text(encoding="utf-8") for part in ("page", *shared, name))
 
 
 def page_style(*names: str) -> str:
@@ -30,6 +31,9 @@ class Control(anywidget.AnyWidget):
     Its traits are set by `render` alone and its page never sets them: what the user does arrives as a message. So rendering
     cannot come back as a request.
 
+    A trait whose default are texts of the code, marked for the catalogue, is tagged `said`: a control has them in the language
+    in force when it is made.
+
     Parameters
     ----------
     request
@@ -41,20 +45,24 @@ class Control(anywidget.AnyWidget):
     _css = page_style()
 
     locked = traitlets.Bool(False, help="Nothing can be asked for any more.").tag(sync=True)
-    why_locked = traitlets.Unicode("the session is closed").tag(sync=True)
+    why_locked = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, request: Callable[..., None], state: DashboardState | None = None) -> None:
         self._request = request
-        super().__init__(**({} if state is None else self._traits_for(state)))
+        script = getattr(type(self), "_esm", None)  # of the class: the words come in with the instance
+        if script is not None:
+            self._esm = page_script_in_language(script)
+        texts = {name: _said(trait.default(self)) for name, trait in self.traits(said=True).items()}
+        super().__init__(**texts, **({} if state is None else self._traits_for(state)))
         self.on_msg(self._received)
 
     def render(self, state: DashboardState) -> None:
         """Show this state: one message with what differs from what is shown, none when nothing does."""
         self._put(self._traits_for(state))
 
-    def lock(self, why: str = "the session is closed") -> None:
-        """Show that there is nothing left to control, and why not."""
-        self._put({"locked": True, "why_locked": why})
+    def lock(self, why: str = "") -> None:
+        """Show that there is nothing left to control, and why not: the session is closed, if nothing else is said."""
+        self._put({"locked": True, "why_locked": why or say("the session is closed")})
 
     def close(self) -> None:
         """Close the control and its layout, and forget whom it asks."""
@@ -82,6 +90,15 @@ class Control(anywidget.AnyWidget):
                 self._ask(message)
         finally:  # the page shows what the user asked for until it is told that we have heard
             self.send({"answered": message.get("id")})
+
+
+def _said(texts: Any) -> Any:
+    """Texts of the code, alone or within lists and dictionaries, in the language in force."""
+    if isinstance(texts, str):
+        return say(texts)
+    if isinstance(texts, Mapping):
+        return {name: _said(text) for name, text in texts.items()}
+    return [_said(text) for text in texts]
 
 
 def _nobody(*_args: object, **_changes: object) -> None:

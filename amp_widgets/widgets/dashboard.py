@@ -12,14 +12,16 @@ from typing import Any, Protocol, get_args
 
 import ipywidgets
 
+from amp_widgets import kernel
 from amp_widgets.analysis.inspections import InspectionKind
 from amp_widgets.charts.live import TrainingChart
 from amp_widgets.core.history import History
 from amp_widgets.core.run_state import ALIVE
 from amp_widgets.errors import AmpWidgetsError, RunError
+from amp_widgets.language import in_language, language, marked, say
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
-from amp_widgets.widgets.dashboard_box import DashboardBox
+from amp_widgets.widgets.dashboard_box import DashboardBox, parts_of
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState, rounded_down
@@ -45,6 +47,7 @@ SECOND_PRESS_S = 1.0
 """A button pressed twice within this was pressed once: the page did not know yet what the first press did."""
 COMPLAINT_S = 2.0
 """A complaint is shown at least so long; then it goes when the run or what is in force has changed since."""
+SEE_BELOW = marked("See below what would have fitted.")
 
 
 class Chart(Protocol):
@@ -98,8 +101,21 @@ class Dashboard(DashboardBox):
         self._moved_s = self._numbers_s = self._measured_s = clock()
         self._told_error: tuple[str, str] | None = None  # of a step that ran out of memory: the error, and what is shown of it
         self._shown = self._seen = self._without_traceback(source.dashboard_state())
+        self._own_chart = chart is None
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
         self._still = Still(clock)
+        self._recording = RecordState().after(source.recorded_to)
+        self._memory = MemoryState()
+        super().__init__(self._made(), _dom_classes=("ampw-dashboard",))
+        self._pull_chart()
+        self._pull_memory(self._shown, trains=self._shown.run == "running" or self._shown.in_cell)
+        self._refresher = Refresher(weakref.WeakMethod(self.tick))
+        if live:
+            self._refresher.start()
+
+    def _made(self) -> tuple[ipywidgets.Widget, ...]:
+        """What the dashboard is made of, in the language in force."""
+        self._language = language()
         self._status = StatusLine(self._views_changed, self._shown, still=self._still.name)
         self._controls: tuple[Control, ...] = (
             RunControl(self._command, self._shown),
@@ -107,23 +123,36 @@ class Dashboard(DashboardBox):
             ScalerControl(self._request, self._shown),
             LayersControl(self._request, self._shown),
         )
-        self._recording = RecordState().after(source.recorded_to)
         self._recorder = RecordControl(self._record_command, self._recording)
         column = ipywidgets.VBox((*self._controls, self._recorder), _dom_classes=("ampw-controls",))
         add_class = getattr(self._chart, "add_class", None)
         if add_class is not None:
             add_class("ampw-chart")
         columns = ipywidgets.Box((column, self._chart), _dom_classes=("ampw-columns",))
-        self._memory = MemoryState()
         self._memory_panel = MemoryPanel(self._memory_command, self._request, self._memory, self._shown)
-        self._panels = Panels(self._memory_panel, self._panel_command, self._request, self._select_tab, self._shown, clock)
+        self._panels = Panels(self._memory_panel, self._panel_command, self._request, self._select_tab, self._shown, self._clock)
         self._renderers: tuple[Control | Panels, ...] = (*self._controls, self._panels)
-        super().__init__((self._status, columns, self._panels), _dom_classes=("ampw-dashboard",))
-        self._pull_chart()
-        self._pull_memory(self._shown, trains=self._shown.run == "running" or self._shown.in_cell)
-        self._refresher = Refresher(weakref.WeakMethod(self.tick))
-        if live:
-            self._refresher.start()
+        return self._status, columns, self._panels
+
+    def _speak(self) -> None:
+        """Make all parts anew where the language is another one than the one they were made in. The tab that is shown stays."""
+        if self._source is None or language() == self._language:
+            return
+        before = [widget for widget in self.widgets() if widget not in (self, self.layout)]
+        tab, chart = self._panels.shown, self._chart
+        if self._own_chart:
+            self._chart = TrainingChart(memory_source=self._shown.memory_source)
+        made = self._made()
+        for widget in made:
+            for part in parts_of(widget):
+                kernel.answer_where_asked(getattr(part, "comm", None))
+        self.children = made
+        for widget in before:
+            if widget is not chart or self._own_chart:
+                widget.close()
+        self._panels.select(tab)
+        self._pull_chart(at_once=True)
+        self._pull_panels(trains=self._shown.run == "running", everything=True)
 
     def tick(self) -> float | None:
         """Look at the session once, and show what has changed.
@@ -134,6 +163,7 @@ class Dashboard(DashboardBox):
             Seconds until the next look; None when there will be none, because the dashboard or the session was closed.
         """
         with self._lock:
+            self._speak()
             moved = self._pull_chart() if self._watched else False  # before the state, which may say that it is closed
             moved = self._refresh() or moved
             if self._source is None:
@@ -190,7 +220,9 @@ class Dashboard(DashboardBox):
         try:
             state = self._without_traceback(self._source.dashboard_state())
         except Exception as error:  # shown, not lost: this runs on a thread of ours
-            self._complain(f"The session cannot be shown: {type(error).__name__}: {error}")
+            self._complain(
+                say("The session cannot be shown: {name}: {error}", name=type(error).__name__, error=in_language(str(error)))
+            )
             state = dataclasses.replace(self._shown, last_rejection=None, complaint=None)
         now_s = self._clock()
         loop_runs = self._loop_runs(state, now_s)
@@ -236,7 +268,7 @@ class Dashboard(DashboardBox):
         if self._told_error is None or self._told_error[0] != error:
             return state
         heading = self._told_error[1]
-        return dataclasses.replace(state, error=heading if death is None else f"{heading}. See below what would have fitted.")
+        return dataclasses.replace(state, error=heading if death is None else f"{in_language(heading)}. {say(SEE_BELOW)}")
 
     def _pull_chart(self, *, at_once: bool = False) -> bool:
         """Show the newest rows; whether there were any."""
@@ -246,7 +278,9 @@ class Dashboard(DashboardBox):
             history = self._source.history_so_far
             return bool(self._chart.pull(history, at_once=at_once))
         except Exception as error:
-            self._complain(f"The chart cannot be drawn: {type(error).__name__}: {error}")
+            self._complain(
+                say("The chart cannot be drawn: {name}: {error}", name=type(error).__name__, error=in_language(str(error)))
+            )
         return True
 
     def _pull_memory(self, state: DashboardState, *, trains: bool, everything: bool = False) -> bool:
@@ -279,7 +313,13 @@ class Dashboard(DashboardBox):
             self._memory = memory  # first, so that what cannot be drawn is not tried again and again
             self._memory_panel.show(memory)
         except Exception as error:
-            self._complain(f"The memory within a step cannot be shown: {type(error).__name__}: {error}")
+            self._complain(
+                say(
+                    "The memory within a step cannot be shown: {name}: {error}",
+                    name=type(error).__name__,
+                    error=in_language(str(error)),
+                )
+            )
         return True
 
     def _pull_recording(self) -> None:
@@ -299,7 +339,9 @@ class Dashboard(DashboardBox):
         try:
             why_not = self._panels.pull(self._source, trains=trains, everything=everything)
         except Exception as error:
-            why_not = f"What is in the tab cannot be shown: {type(error).__name__}: {error}"
+            why_not = say(
+                "What is in the tab cannot be shown: {name}: {error}", name=type(error).__name__, error=in_language(str(error))
+            )
         if why_not is not None:
             self._complain(why_not)
 
@@ -309,7 +351,13 @@ class Dashboard(DashboardBox):
         try:
             self._still.refresh(state, self._source.history_so_far, self._memory, goes_on=goes_on)
         except Exception as error:
-            self._complain(f"The picture for the notebook cannot be drawn: {type(error).__name__}: {error}")
+            self._complain(
+                say(
+                    "The picture for the notebook cannot be drawn: {name}: {error}",
+                    name=type(error).__name__,
+                    error=in_language(str(error)),
+                )
+            )
 
     def _loop_runs(self, state: DashboardState, now_s: float) -> bool:
         """Whether steps go on although no background run is alive; the end of a cell shows only in that none comes."""

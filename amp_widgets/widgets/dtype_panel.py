@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import traitlets
 
 from amp_widgets.core.settings import Settings
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.layer_table import matches
 from amp_widgets.widgets.state import DashboardState
@@ -99,7 +100,7 @@ class DtypePanel(Control):
         """Show this map; nothing is sent when it is what is shown."""
         why_not = "" if state.why_not is None else not_done_text("dtype_map", state.why_not)
         if not state.available and state.why_not_available:
-            why_not = f"No map can be taken here: {state.why_not_available}"
+            why_not = say("No map can be taken here: {why}", why=state.why_not_available)
         values: dict[str, Any] = {"pending": state.pending, "available": state.available, "why_not": why_not}
         if state.map is not self._map:
             self._map = state.map
@@ -143,13 +144,15 @@ class DtypePanel(Control):
     def _tree(self) -> dict[str, Any]:
         """The layers of the model, and what of a map has no layer."""
         formats = {} if self._map is None else self._map.layers
-        rows = [_layer(layer.name, layer.type, formats, "it only holds other layers" * layer.structural) for layer in self._known]
+        rows = [
+            _layer(layer.name, layer.type, formats, say("it only holds other layers") * layer.structural) for layer in self._known
+        ]
         names = {layer.name for layer in self._known}
         types = {} if self._map is None else self._map.types
         if not rows:
-            rows = [_layer(name, kind, formats, _NOT_HERE) for name, kind in types.items()]
+            rows = [_layer(name, kind, formats, say(_NOT_HERE)) for name, kind in types.items()]
         else:
-            rows += [_layer(name, types.get(name, ""), formats, _NOT_HERE) for name in formats if name not in names]
+            rows += [_layer(name, types.get(name, ""), formats, say(_NOT_HERE)) for name in formats if name not in names]
         self._names = [row[0] for row in rows]
         return {"layers": rows} | self._ticks()
 
@@ -175,30 +178,31 @@ class DtypePanel(Control):
         changed = [
             words
             for words, before, after in (
-                (f"autocast is {now.autocast}", taken.autocast, now.autocast),
-                ("other layers are checkpointed", taken.checkpointed, now.checkpointed),
-                ("other layers are kept in FP32", taken.fp32_layers, now.fp32_layers),
+                (say("autocast is {autocast}", autocast=now.autocast), taken.autocast, now.autocast),
+                (say("other layers are checkpointed"), taken.checkpointed, now.checkpointed),
+                (say("other layers are kept in FP32"), taken.fp32_layers, now.fp32_layers),
             )
             if before != after
         ]
-        return f"Since this map was taken: {', '.join(changed)}" if changed else ""
+        return say("Since this map was taken: {changes}", changes=", ".join(changed)) if changed else ""
 
     def __repr__(self) -> str:
         return f"<amp_widgets dtype panel: {self.sentence or 'no map taken yet'}>"
 
 
 _WHY = {
-    "off": "autocast off",
-    "lower": "lower-precision",
-    "fp32": "fp32 list",
-    "promote": "promote list",
-    "through": "as given",
-    "disabled": "autocast disabled",
-    "kept": "kept in FP32",
-    "written": "cast in the code",
-    "unknown": "compiled code",
+    "off": marked("autocast off"),
+    "lower": marked("lower-precision"),
+    "fp32": marked("fp32 list"),
+    "promote": marked("promote list"),
+    "through": marked("as given"),
+    "disabled": marked("autocast disabled"),
+    "kept": marked("kept in FP32"),
+    "written": marked("cast in the code"),
+    "unknown": marked("compiled code"),
 }
-_NOT_HERE = "it is no layer that can be switched"
+_ON_CUDA = (marked("lower"), marked("fp32"), marked("promote"))
+_NOT_HERE = marked("it is no layer that can be switched")
 
 
 def _row(row: OperatorDtypes) -> list[Any]:
@@ -211,9 +215,9 @@ def _row(row: OperatorDtypes) -> list[Any]:
         *("+".join(formats) for formats in (row.dtypes_in, row.compute, row.dtypes_out, row.backward_compute)),
         *(row.casts, row.cast_bytes, row.backward_casts, row.backward_cast_bytes),
         *(row.recompute_calls, row.recompute_casts, row.recompute_cast_bytes),
-        _WHY[row.reason] if not row.function else f"in a Function; {_WHY[row.reason]}",
-        row.why,
-        row.on_cuda or "",
+        say(_WHY[row.reason]) if not row.function else say("in a Function; {why}", why=say(_WHY[row.reason])),
+        in_language(row.why),
+        in_language(row.on_cuda or ""),
     ]
 
 
@@ -230,11 +234,14 @@ _MOST_PRECISE = ("fp64", "fp32", "fp16", "bf16")
 
 
 def _sentence(taken: DtypeMap) -> str:
-    where = f"{'autocast off' if taken.autocast == 'fp32' else f'autocast {taken.autocast}'} on {taken.device_type}"
+    off = taken.autocast == "fp32"
+    values = {"autocast": taken.autocast, "device": taken.device_type}
+    where = say("autocast off on {device}", **values) if off else say("autocast {autocast} on {device}", **values)
     if not taken.casts:
-        return f"{where}: no casts"
-    again = f", and {taken.recompute_casts:,} more in recomputes" if taken.recompute_casts else ""
-    return f"{where}: {taken.casts:,} casts a step, which write {bytes_text(taken.cast_bytes)}{again}"
+        return say("{where}: no casts", where=where)
+    size = bytes_text(taken.cast_bytes)
+    told = say("{where}: {casts} casts a step, which write {size}", where=where, casts=f"{taken.casts:,}", size=size)
+    return told + (say(", and {casts} more in recomputes", casts=f"{taken.recompute_casts:,}") if taken.recompute_casts else "")
 
 
 def _nobody(*_args: object, **_values: object) -> None:

@@ -9,6 +9,7 @@ import traitlets
 
 from amp_widgets.charts.labels import shortened
 from amp_widgets.core.history import Event
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
@@ -33,7 +34,7 @@ class EventsTable(Control):
     def __init__(self, request: Callable[..., None]) -> None:
         self._events: Sequence[Event] = ()
         super().__init__(request)
-        self._put({"groups": [list(one) for one in _LABELS.items()]})
+        self._put({"groups": [[group, say(label)] for group, label in _LABELS.items()]})
         self.show((), -1)
 
     def show(self, events: Sequence[Event], step: int) -> None:
@@ -46,8 +47,14 @@ class EventsTable(Control):
         kinds = _KINDS.get(group, ())
         found = [event for event in reversed(self._events) if not kinds or event.kind in kinds]
         rows = [_row(event) for event in found[:MOST_ROWS]]
-        newest = f"the newest {MOST_ROWS} of " if len(found) > MOST_ROWS else ""
-        summary = f"{newest}{len(found):,} event{'' if len(found) == 1 else 's'} until here" if found else "none until here"
+        if len(found) > MOST_ROWS:
+            summary = say("the newest {most} of {count} events until here", most=MOST_ROWS, count=f"{len(found):,}")
+        else:
+            summary = (
+                say_number("{count} event until here", "{count} events until here", len(found))
+                if found
+                else say("none until here")
+            )
         return {"rows": rows, "summary": summary, "group": group}
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
@@ -62,10 +69,10 @@ class EventsTable(Control):
 
 
 _LABELS: Mapping[Group, str] = {
-    "all": "all events",
-    "changes": "changes of settings",
-    "scale": "skips and scale",
-    "notes": "notes and runs",
+    "all": marked("all events"),
+    "changes": marked("changes of settings"),
+    "scale": marked("skips and scale"),
+    "notes": marked("notes and runs"),
 }
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "changes": ("applied", "rejected"),
@@ -73,14 +80,19 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "notes": ("note", "run", "out_of_memory"),
 }
 _WORDS = {
-    "applied": "applied",
-    "rejected": "rejected",
-    "skipped": "step skipped",
-    "scale_changed": "loss scale",
-    "run": "run",
-    "note": "note",
-    "out_of_memory": "out of memory",
+    "applied": marked("applied"),
+    "rejected": marked("rejected"),
+    "skipped": marked("step skipped"),
+    "scale_changed": marked("loss scale"),
+    "run": marked("run"),
+    "note": marked("note"),
+    "out_of_memory": marked("out of memory"),
 }
+# Reasons of one word.
+_REASONS = (
+    marked("started"), marked("paused"), marked("resumed"), marked("stopped"), marked("finished"), marked("reset"),
+    marked("failed"), marked("ready"), marked("running"), marked("closed"),
+)  # fmt: skip
 _BAD = ("rejected", "skipped", "out_of_memory")
 
 
@@ -88,5 +100,5 @@ def _row(event: Event) -> list[Any]:
     source = event.detail.get("source", "")
     who = shortened(source, 40) if isinstance(source, str) else ""
     tone = "bad" if event.kind in _BAD else ""
-    what = _WORDS.get(event.kind) or shortened(event.kind, 40)
-    return [event.step, what, shortened(event.reason, REASON_CHARACTERS), who, tone]
+    what = say(_WORDS[event.kind]) if event.kind in _WORDS else shortened(event.kind, 40)
+    return [event.step, what, shortened(in_language(event.reason), REASON_CHARACTERS), who, tone]

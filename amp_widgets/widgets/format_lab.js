@@ -1,17 +1,11 @@
-const FORMAT_LAB_TEXT =
-  "A format keeps a number in a fixed count of bits. The exponent says between which powers of two it lies, and the fraction divides "
-  + "that interval into equal steps (one step is an ulp): exponent bits buy range, fraction bits buy precision. What lies between two steps is rounded to "
-  + "the nearer one (of two equally near, the even one). Below the smallest normal number the steps stay as wide as they are there, so "
-  + "that bits are lost one by one (subnormal), until nothing is left (underflow to zero); what is too large overflows. Type a number, "
-  + "drag its exponent, or click a bit to flip it: every format then shows the same number.";
-const FORMAT_LAB_EXAMPLES =
-  "The buttons below are examples: 1234.56 fits into four digits before the point and two after it, 0.0001 becomes zero there, and 1234567 does not fit. "
-  + "2e-5 times 1000 is 0.02, which fp16 keeps well: scale, store, unscale. fp16 still stores 2e-7, as a subnormal with few bits left, and 2e-8 is flushed to zero.";
+const FORMAT_LAB_TEXT = say("A format keeps a number in a fixed count of bits. The exponent says between which powers of two it lies, and the fraction divides that interval into equal steps (one step is an ulp): exponent bits buy range, fraction bits buy precision. What lies between two steps is rounded to the nearer one (of two equally near, the even one). Below the smallest normal number the steps stay as wide as they are there, so that bits are lost one by one (subnormal), until nothing is left (underflow to zero); what is too large overflows. Type a number, drag its exponent, or click a bit to flip it: every format then shows the same number.");
+const BIT_PARTS = { sign: say("sign"), exponent: say("exponent"), fraction: say("fraction"), integer: say("integer") };
+const FORMAT_LAB_EXAMPLES = say("The buttons below are examples: 1234.56 fits into four digits before the point and two after it, 0.0001 becomes zero there, and 1234567 does not fit. 2e-5 times 1000 is 0.02, which fp16 keeps well: scale, store, unscale. fp16 still stores 2e-7, as a subnormal with few bits left, and 2e-8 is flushed to zero.");
 
 export default {
   render({ model, el }) {
-    const { body, heading, setWaiting, showLost, remove } = frame(el, "Number formats", "ampw-formats");
-    heading.querySelector(".ampw-chip").title = "The kernel is busy: what is shown follows when it has answered";
+    const { body, heading, setWaiting, showLost, remove } = frame(el, say("Number formats"), "ampw-formats");
+    heading.querySelector(".ampw-chip").title = say("The kernel is busy: what is shown follows when it has answered");
 
     // ---- fields ----
 
@@ -85,14 +79,14 @@ export default {
 
     // ---- the number ----
 
-    const number = field("text", "Number", { attributes: { class: "ampw-typed", title: "Such as 0.1, 2e-8, 2**-24, 1/3 or -inf; Enter takes it" } });
+    const number = field("text", say("Number"), { attributes: { class: "ampw-typed", title: say("Such as 0.1, 2e-8, 2**-24, 1/3 or -inf; Enter takes it") } });
     const float64 = h("span", { class: "ampw-dim ampw-float64" });
     const [lowest, highest] = model.get("exponents");
-    const exponent = slider("exponent", "Exponent", { min: lowest, max: highest }, (power) => `2^${power}`);
-    const presets = h("div", { class: "ampw-presets", role: "group", "aria-label": "Examples" }, ...model.get("presets").map((name) => button(name, { preset: name })));
-    const int8Scale = field("int8_scale", "int8 scale", { attributes: { inputmode: "decimal", title: "int8 stores whole multiples of this, from -128 to 127 of them" } });
-    const before = digitsField(0, "Fixed point: digits before");
-    const after = digitsField(1, "and after the point");
+    const exponent = slider("exponent", say("Exponent"), { min: lowest, max: highest }, (power) => `2^${power}`);
+    const presets = h("div", { class: "ampw-presets", role: "group", "aria-label": say("Examples") }, ...model.get("presets").map(([name, text]) => button(text, { preset: name })));
+    const int8Scale = field("int8_scale", say("int8 scale"), { attributes: { inputmode: "decimal", title: say("int8 stores whole multiples of this, from -128 to 127 of them") } });
+    const before = digitsField(0, say("Fixed point: digits before"));
+    const after = digitsField(1, say("and after the point"));
     const flipProblem = h("p", { class: "ampw-rejection", role: "alert", hidden: true });
     const digitsProblem = h("p", { class: "ampw-rejection", role: "alert", hidden: true });
 
@@ -112,17 +106,17 @@ export default {
       element.dataset.tone = row.tone;
     };
 
-    const main = table("ampw-format-main", "The number in each format", [
-      ["Format"], ["Bits", "Sign, exponent and fraction; a click flips one"], ["Stored"], ["Rounding error", "Stored less typed; of the number; in units of the last place"],
-      ["Neighbours", "The next stored numbers, and their distance"], ["Range", "From the smallest number above 0 to the largest"],
+    const main = table("ampw-format-main", say("The number in each format"), [
+      [say("Format")], [say("Bits"), say("Sign, exponent and fraction; a click flips one")], [say("Stored")], [say("Rounding error"), say("Stored less typed; of the number; in units of the last place")],
+      [say("Neighbours"), say("The next stored numbers, and their distance")], [say("Range"), say("From the smallest number above 0 to the largest")],
     ]);
-    const legend = h("p", { class: "ampw-parts-key", "aria-hidden": "true" }, ...["sign", "exponent", "fraction"].map((part) => h("span", { "data-part": part }, part)),
-      h("span", { class: "ampw-key-subnormal" }, "range, subnormal"), h("span", { class: "ampw-key-at" }, "the number in it"));
+    const legend = h("p", { class: "ampw-parts-key", "aria-hidden": "true" }, ...Object.entries(BIT_PARTS).slice(0, 3).map(([part, word]) => h("span", { "data-part": part }, word)),
+      h("span", { class: "ampw-key-subnormal" }, say("range, subnormal")), h("span", { class: "ampw-key-at" }, say("the number in it")));
 
     const bitRow = (name, count, groups) => {
       const [exponentBits] = groups;
       const part = (index) => (index === 0 ? "sign" : index <= exponentBits ? "exponent" : exponentBits ? "fraction" : "integer");
-      const group = h("div", { class: "ampw-bits", role: "group", "aria-label": `${name} bits, arrow keys move` });
+      const group = h("div", { class: "ampw-bits", role: "group", "aria-label": say("{name} bits, arrow keys move", { name }) });
       const bits = [];
       let line = null;
       for (let index = 0; index < count; index++) {
@@ -156,7 +150,7 @@ export default {
           const digit = text === "" ? "–" : text[index];
           if (bit.textContent !== digit) bit.textContent = digit;
           bit.dataset.bit = digit;
-          bit.setAttribute("aria-label", `${name} bit ${count - 1 - index}, ${part(index)}, ${text === "" ? "none" : digit}`);
+          bit.setAttribute("aria-label", say("{name} bit {number}, {part}, {digit}", { name, number: count - 1 - index, part: BIT_PARTS[part(index)], digit: text === "" ? say("none") : digit }));
           setOff(bit, disabled || text === "");
         }),
       };
@@ -175,7 +169,7 @@ export default {
             parts[at].replaceChildren(...[...text].map((digit) => h("span", { class: "ampw-bit ampw-digit", "data-part": parts[at].dataset.part, "data-bit": digit }, digit)));
           });
           const [sign, ...rest] = digits;
-          group.setAttribute("aria-label", `digits ${sign}${rest.join(".")}`);
+          group.setAttribute("aria-label", say("digits {digits}", { digits: `${sign}${rest.join(".")}` }));
         },
       };
     };
@@ -196,12 +190,12 @@ export default {
         const bar = { range: span("ampw-bar-range"), subnormal: span("ampw-bar-subnormal"), at: span("ampw-bar-at") };
         const line = h("tr", { role: "row" },
           h("th", { scope: "row", role: "rowheader" }, name, layout),
-          cell("Bits", bits.group, meaning),
-          cell("Stored", stored, word),
-          cell("Rounding error", error),
-          cell("Neighbours", h("div", { class: "ampw-stack" },
-            h("span", {}, h("i", {}, "above "), above), h("span", {}, h("i", {}, "below "), below), h("span", {}, h("i", {}, "spacing "), spacing))),
-          cell("Range", h("div", { class: "ampw-bar", "aria-hidden": "true" }, bar.range, bar.subnormal, bar.at), h("div", { class: "ampw-stack" }, range, decades)));
+          cell(say("Bits"), bits.group, meaning),
+          cell(say("Stored"), stored, word),
+          cell(say("Rounding error"), error),
+          cell(say("Neighbours"), h("div", { class: "ampw-stack" },
+            h("span", {}, h("i", {}, say("above"), " "), above), h("span", {}, h("i", {}, say("below"), " "), below), h("span", {}, h("i", {}, say("spacing"), " "), spacing))),
+          cell(say("Range"), h("div", { class: "ampw-bar", "aria-hidden": "true" }, bar.range, bar.subnormal, bar.at), h("div", { class: "ampw-stack" }, range, decades)));
         return { line, name, layout, bits, meaning, stored, word, error, above, below, spacing, range, decades, bar };
       });
       main.rows.replaceChildren(...mainRows.map((row) => row.line));
@@ -252,27 +246,27 @@ export default {
 
     // ---- scale, store, unscale ----
 
-    const scaled = table("ampw-format-scaled", "Scale, store, unscale", [
-      ["Format"], ["× scale"], ["Stored"], ["÷ scale"], ["Error", "Of the number, with the scale"], ["Error without scale", "Of the number, stored as it is"], ["What is stored"],
+    const scaled = table("ampw-format-scaled", say("Scale, store, unscale"), [
+      [say("Format")], [say("× scale")], [say("Stored")], [say("÷ scale")], [say("Error"), say("Of the number, with the scale")], [say("Error without scale"), say("Of the number, stored as it is")], [say("What is stored")],
     ]);
-    const scale = field("scale", "Scale", { attributes: { inputmode: "decimal", title: "Such as 1000 or 2^16; Enter takes it" } });
-    const scaleExponent = slider("scale_exponent", "as a power of two", { min: 0, max: 40 }, (power) => `2^${power}`);
+    const scale = field("scale", say("Scale"), { attributes: { inputmode: "decimal", title: say("Such as 1000 or 2^16; Enter takes it") } });
+    const scaleExponent = slider("scale_exponent", say("as a power of two"), { min: 0, max: 40 }, (power) => `2^${power}`);
 
     // ---- a real weight ----
 
-    const updates = table("ampw-format-updates", "Does the update change the weight", [
-      ["Format"], ["w stored"], ["spacing there"], ["w - lr·g stored", "The step of plain SGD"], ["With plain SGD the weight"],
+    const updates = table("ampw-format-updates", say("Does the update change the weight"), [
+      [say("Format")], [say("w stored")], [say("spacing there")], [say("w - lr·g stored"), say("The step of plain SGD")], [say("With plain SGD the weight")],
     ]);
     const pickId = uid();
     const pick = h("select", { id: pickId, onchange: () => asked.ask({ pick: Number(pick.value) }, { picked: Number(pick.value) }) });
     const pickedNumbers = h("p", { class: "ampw-numbers-line", role: "status" });
     const rule = h("p", { class: "ampw-stale", hidden: true });
     const readProblem = h("p", { class: "ampw-rejection", role: "alert", hidden: true });
-    const weights = h("section", { class: "ampw-part", "aria-label": "A real weight", hidden: true },
-      h("h4", {}, "A real weight"),
-      h("p", { class: "ampw-dim" }, "A weight that is kept in a format moves only if what is taken from it is more than about half of the spacing of the numbers there. Otherwise it is rounded back to w, and nothing is learned. w - lr·g is the rule of plain SGD."),
-      h("div", { class: "ampw-line-of-fields" }, h("label", { for: pickId }, "Weight"), pick,
-        button("Show w above", { look: "w" }), button("Show g above", { look: "g" }), button("Read again", { read: true })),
+    const weights = h("section", { class: "ampw-part", "aria-label": say("A real weight"), hidden: true },
+      h("h4", {}, say("A real weight")),
+      h("p", { class: "ampw-dim" }, say("A weight that is kept in a format moves only if what is taken from it is more than about half of the spacing of the numbers there. Otherwise it is rounded back to w, and nothing is learned. w - lr·g is the rule of plain SGD.")),
+      h("div", { class: "ampw-line-of-fields" }, h("label", { for: pickId }, say("Weight")), pick,
+        button(say("Show w above"), { look: "w" }), button(say("Show g above"), { look: "g" }), button(say("Read again"), { read: true })),
       readProblem, pickedNumbers, rule, updates.element);
 
     body.append(
@@ -283,9 +277,9 @@ export default {
       h("div", { class: "ampw-scroll-free" }, h("div", { class: "ampw-line-of-fields ampw-above-table" }, legend, h("span", { class: "ampw-parameters-of" },
         int8Scale.label, int8Scale.input, before.label, before.input, after.label, after.input)),
       int8Scale.problem, digitsProblem, flipProblem, main.element),
-      h("section", { class: "ampw-part", "aria-label": "Scale, store, unscale" },
-        h("h4", {}, "Scale, store, unscale"),
-        h("p", { class: "ampw-dim" }, "What loss scaling does with gradients: multiplied by the scale the number lies where the format has numbers; stored there and divided again, more of it is left."),
+      h("section", { class: "ampw-part", "aria-label": say("Scale, store, unscale") },
+        h("h4", {}, say("Scale, store, unscale")),
+        h("p", { class: "ampw-dim" }, say("What loss scaling does with gradients: multiplied by the scale the number lies where the format has numbers; stored there and divided again, more of it is left.")),
         h("div", { class: "ampw-line-of-fields" }, scale.label, scale.input, h("span", { class: "ampw-lab-slide" }, scaleExponent.label, scaleExponent.input, scaleExponent.readout)),
         scale.problem, scaled.element),
       weights);
@@ -328,7 +322,7 @@ export default {
         pick.replaceChildren(...options.map((label, at) => h("option", { value: at }, label)));
       }
       pick.value = asked.value("picked", model.get("picked"));
-      setText(pickedNumbers, model.get("picked_numbers") || "There are no weights with gradients to choose from yet; read again when a step is made");
+      setText(pickedNumbers, model.get("picked_numbers") || say("There are no weights with gradients to choose from yet; read again when a step is made"));
       setText(rule, model.get("optimizer"));
       drawPlain(updates, model.get("updates"), (row) => row.cells);
       updates.element.hidden = !options.length;

@@ -12,6 +12,7 @@ import traitlets
 
 from amp_widgets.core.formats import fixed_point, int8
 from amp_widgets.errors import FormatError
+from amp_widgets.language import in_language
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.format_state import (
     HIGHEST_EXPONENT,
@@ -24,6 +25,7 @@ from amp_widgets.widgets.format_state import (
     optimizer_sentence,
     picked_sentence,
     plain,
+    preset_text,
     samples_of,
     scaled_rows,
     update_rows,
@@ -72,7 +74,7 @@ class FormatLab(Control):
     float64 = traitlets.Unicode(help="What was typed as a float64, where that reads otherwise.").tag(sync=True)
     exponent = traitlets.Int(help="Of two, on the slider.").tag(sync=True)
     exponents: traitlets.List[Any] = traitlets.List([LOWEST_EXPONENT, HIGHEST_EXPONENT], help="The ends.").tag(sync=True)
-    presets: traitlets.List[Any] = traitlets.List(list(PRESETS)).tag(sync=True)
+    presets: traitlets.List[Any] = traitlets.List(help="Name and text of each.").tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List(help="One a format, see `format_rows`.").tag(sync=True)
     scale = traitlets.Unicode().tag(sync=True)
     scale_exponent = traitlets.Int(help="Of two: the nearest on the slider.").tag(sync=True)
@@ -103,6 +105,7 @@ class FormatLab(Control):
         samples = () if weights is None else self._read()
         self._state = FormatLabState(value=typed_number(text), text=text, samples=samples)
         super().__init__(_nobody)
+        self._put({"presets": [[name, preset_text(name)] for name in PRESETS]})
         self._put({"has_weights": weights is not None})
         self.show(self._state)
 
@@ -165,7 +168,7 @@ class FormatLab(Control):
         try:
             self.show(self._after(message))
         except FormatError as error:
-            self.show(self._state, {field: str(error)})
+            self.show(self._state, {field: in_language(str(error))})
 
     def _after(self, message: Mapping[str, Any]) -> FormatLabState:
         """The state after what the user did; raises FormatError where that cannot be."""

@@ -19,13 +19,14 @@ from amp_widgets.core.formats import (
 )
 from amp_widgets.core.settings import format_scale
 from amp_widgets.errors import FormatError
+from amp_widgets.language import marked, say, say_number
 from amp_widgets.widgets.text import UNKNOWN
 
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 130
 """Of two, on the slider and on the bars of the ranges."""
 WORDS = {
-    "exact": "exact", "rounded": "rounded", "subnormal": "subnormal", "underflow": "underflow to zero", "overflow": "overflow",
-    "nan": "not a number",
+    "exact": marked("exact"), "rounded": marked("rounded"), "subnormal": marked("subnormal"),
+    "underflow": marked("underflow to zero"), "overflow": marked("overflow"), "nan": marked("not a number"),
 }  # fmt: skip
 TONES = {"exact": "good", "subnormal": "warn", "underflow": "bad", "overflow": "bad"}
 
@@ -155,6 +156,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Button → what it sets."""
 
 
+def preset_text(name: str) -> str:
+    """What the button of a preset says."""
+    number, digits, _ = name.partition(" (4+2 digits)")
+    return say("{number} (4+2 digits)", number=number) if digits else name
+
+
 def format_rows(state: FormatLabState) -> list[dict[str, Any]]:
     """Of each format: its bits, what it stores of the number, how far off that is, what is beside it, and the range; as text."""
     return [_row(state, kind) for kind in state.formats]
@@ -167,9 +174,9 @@ def scaled_rows(state: FormatLabState) -> list[dict[str, Any]]:
         trip = scaled_round_trip(state.value, state.scale, kind)
         word, tone = _word(kind, trip.scaled)
         if math.isfinite(state.value) and math.isinf(trip.scaled):  # already as a float64
-            word, tone = WORDS["overflow"], TONES["overflow"]
+            word, tone = say(WORDS["overflow"]), TONES["overflow"]
         elif state.value != 0 and trip.scaled == 0:
-            word, tone = WORDS["underflow"], TONES["underflow"]
+            word, tone = say(WORDS["underflow"]), TONES["underflow"]
         rows.append(
             {
                 "name": kind.name,
@@ -196,7 +203,7 @@ def update_rows(state: FormatLabState) -> list[dict[str, Any]]:
             {
                 "name": kind.name,
                 "cells": [_stored(kind, kept), _number(kind.spacing(w)), _stored(kind, kind.round(kept - lr * g))],
-                "word": "changes" if survives else "does not change",
+                "word": say("changes") if survives else say("does not change"),
                 "tone": "good" if survives else "bad",
             }
         )
@@ -208,7 +215,7 @@ def picked_sentence(state: FormatLabState) -> str:
     if not state.samples:
         return ""
     _, w, g, lr, _, _, step = state.samples[state.picked]
-    when = "" if step is None else f", after {step:,} step{'' if step == 1 else 's'}"
+    when = "" if step is None else say_number(", after {count} step", ", after {count} steps", step)
     return f"w = {_number(w)},  g = {_number(g)},  lr = {_number(lr)}:  lr·g = {_number(lr * g)}{when}"
 
 
@@ -218,13 +225,18 @@ def optimizer_sentence(state: FormatLabState) -> str:
         return ""
     sample = state.samples[state.picked]
     if sample.optimizer is None:
-        return f"No optimizer is known that has this weight: lr = {_number(sample.lr)} is assumed."
+        return say("No optimizer is known that has this weight: lr = {lr} is assumed.", lr=_number(sample.lr))
     if not sample.optimizer:
         return ""
-    said = f"Your optimizer is {sample.optimizer}, whose step is not lr·g: the table is what plain SGD would do. "
+    said = say(
+        "Your optimizer is {optimizer}, whose step is not lr·g: the table is what plain SGD would do.", optimizer=sample.optimizer
+    )
     if sample.change is None:
-        return f"{said}By how much it has really changed this weight was not seen; read again when one more step is made."
-    return f"{said}Its last step really changed this weight by {_signed(sample.change) if sample.change else '0'}."
+        told = say("By how much it has really changed this weight was not seen; read again when one more step is made.")
+    else:
+        change = _signed(sample.change) if sample.change else "0"
+        told = say("Its last step really changed this weight by {change}.", change=change)
+    return f"{said} {told}"
 
 
 def samples_of(weights: Samples | Mapping[str, Sequence[float]], lr: float) -> tuple[Sample, ...]:
@@ -282,22 +294,22 @@ def _row(state: FormatLabState, kind: Format) -> dict[str, Any]:
         "below": _number(below),
         "spacing": UNKNOWN if math.isnan(spacing) else _spacing(spacing),
         "range": _range(kind),
-        "decades": f"{kind.decades:.1f} decades",
+        "decades": say("{decades} decades", decades=f"{kind.decades:.1f}"),
         "bar": _bar(kind, state.value),
     }
 
 
 def _word(kind: Format, value: float) -> tuple[str, str]:
     verdict = kind.verdict(value)
-    return WORDS[verdict], TONES.get(verdict, "")
+    return say(WORDS[verdict]), TONES.get(verdict, "")
 
 
 def _layout(kind: Format) -> str:
     if isinstance(kind, FloatFormat):
-        return f"1+{kind.exponent_bits}+{kind.fraction_bits} bits"
+        return say("{layout} bits", layout=f"1+{kind.exponent_bits}+{kind.fraction_bits}")
     if isinstance(kind, GridFormat) and kind.digits is not None:
-        return "digits"
-    return "8 bits"
+        return say("digits")
+    return say("8 bits")
 
 
 def _digits(kind: Format, code: int | None) -> list[str]:
@@ -314,7 +326,7 @@ def _digits(kind: Format, code: int | None) -> list[str]:
 def _meaning(kind: Format, code: int | None) -> str:
     """What the bits say, in the way that one computes it."""
     if code is None:
-        return "no code for it"
+        return say("no code for it")
     value = kind.decode(code)
     if isinstance(kind, GridFormat):
         if kind.digits is not None:
@@ -323,20 +335,20 @@ def _meaning(kind: Format, code: int | None) -> str:
     sign, exponent, fraction = kind.fields(code)
     minus = "-" if sign else ""
     if math.isnan(value):
-        return "exponent all ones: NaN" if isinstance(kind, FloatFormat) and kind.has_inf else "all ones: NaN"
+        return say("exponent all ones: NaN") if isinstance(kind, FloatFormat) and kind.has_inf else say("all ones: NaN")
     if math.isinf(value):
-        return f"exponent all ones, fraction 0: {minus}inf"
+        return say("exponent all ones, fraction 0: {value}", value=f"{minus}inf")
     if not isinstance(kind, FloatFormat) or value == 0:
         return f"{minus}0"
     if exponent == 0:
-        return f"{minus}{fraction} × 2^{kind.lowest_exponent - kind.fraction_bits} (subnormal)"
+        return say("{value} (subnormal)", value=f"{minus}{fraction} × 2^{kind.lowest_exponent - kind.fraction_bits}")
     significand = 1 + math.ldexp(fraction, -kind.fraction_bits)
     return f"{minus}{significand:.8g} × 2^({exponent}-{kind.bias})"
 
 
 def _stored(kind: Format, stored: float) -> str:
     if math.isnan(stored):
-        return "does not fit" if isinstance(kind, GridFormat) else "nan"
+        return say("does not fit") if isinstance(kind, GridFormat) else "nan"
     return _number(stored)
 
 
@@ -348,7 +360,7 @@ def _error(kind: Format, value: float, stored: float) -> list[str]:
     if error == 0:
         return ["0"]
     ulps = abs(error) / kind.spacing(stored)
-    return [f"{_signed(error)}", _percent(stored, value), f"{_two_digits(ulps)} ulp"]
+    return [f"{_signed(error)}", _percent(stored, value), say("{count} ulp", count=_two_digits(ulps))]
 
 
 def _percent(stored: float, value: float) -> str:

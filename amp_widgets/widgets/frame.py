@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipywidgets
 from IPython.core.display_functions import update_display
 
+from amp_widgets.language import say
 from amp_widgets.widgets.dashboard import Dashboard
 from amp_widgets.widgets.still import NOT_SHOWN
 
@@ -31,7 +32,7 @@ class Frame(ipywidgets.Box):
         if not self._shown:
             self._shown = True
             view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
-            bundle = {"text/plain": NOT_SHOWN, "application/vnd.jupyter.widget-view+json": view}
+            bundle = {"text/plain": say(NOT_SHOWN), "application/vnd.jupyter.widget-view+json": view}
             update_display(bundle, raw=True, display_id=self._place)
         dashboard.show_picture_in(self._picture_place)
 

@@ -3,7 +3,7 @@ const SLIDE_REST_MS = 60; // while it is dragged, the picture follows a little l
 
 export default {
   render({ model, el }) {
-    const { body, setWaiting, showLost, remove } = frame(el, "Gradient range", "ampw-gradients");
+    const { body, setWaiting, showLost, remove } = frame(el, say("Gradient range"), "ampw-gradients");
     const sample = h("button", { type: "button", class: "ampw-profile", onclick: () => asked.ask({ sample: true }, { sample: true }) }, h("span", {}));
     const everyId = uid();
     const every = h("input", {
@@ -37,19 +37,19 @@ export default {
     const measured = h("span", { class: "ampw-dim" });
     const use = h("button", { type: "button", onclick: () => asked.ask({ use: true }) });
     const suggest = h("button", {
-      type: "button", title: "Move the slider there",
+      type: "button", title: say("Move the slider there"),
       onclick: () => asked.ask({ exponent: model.get("suggested") }, { exponent: model.get("suggested") }),
     });
     const usable = h("span", { class: "ampw-dim" });
     const sentence = h("p", { class: "ampw-difference", role: "status" });
     const details = h("ul", { class: "ampw-notes" });
-    const whatIf = h("fieldset", { "aria-label": "What another loss scale would make of these gradients" },
-      h("div", { class: "ampw-what-if" }, h("label", { for: sliderId }, "What if the loss scale were"), readout, slider),
+    const whatIf = h("fieldset", { "aria-label": say("What another loss scale would make of these gradients") },
+      h("div", { class: "ampw-what-if" }, h("label", { for: sliderId }, say("What if the loss scale were")), readout, slider),
       sentence, details, h("div", { class: "ampw-choices" }, use, suggest, usable));
     const trouble = h("div", { class: "ampw-trouble", hidden: true });
     const example = h("p", { class: "ampw-sentence ampw-explained" }, model.get("example"));
     const often = h("span", { class: "ampw-tick" }, every, everyLabel);
-    const why = h("details", { class: "ampw-explained" }, h("summary", {}, "Why steps are skipped"), ...model.get("skips_explained").map((text) => h("p", {}, text)));
+    const why = h("details", { class: "ampw-explained" }, h("summary", {}, say("Why steps are skipped")), ...model.get("skips_explained").map((text) => h("p", {}, text)));
     for (const one of [example, sample, often, use, usable, why]) one.classList.toggle("ampw-not-recorded", model.get("recorded"));
     body.append(
       h("p", { class: "ampw-sentence ampw-explained" }, model.get("explanation")),
@@ -57,10 +57,10 @@ export default {
 
     const drawUse = (exponent) => {
       const same = model.get("requested") === exponent;
-      setText(use, same ? `2^${exponent} is set` : `Use 2^${exponent} as loss scale`);
+      setText(use, same ? say("{scale} is set", { scale: `2^${exponent}` }) : say("Use {scale} as loss scale", { scale: `2^${exponent}` }));
       setOff(use, asked.locked() || same);
       const suggested = model.get("suggested");
-      setText(suggest, suggested === null || suggested === exponent ? "" : `Suggested: 2^${suggested}`);
+      setText(suggest, suggested === null || suggested === exponent ? "" : say("Suggested: {scale}", { scale: `2^${suggested}` }));
     };
     const lines = (list, texts) => {
       if (list.childElementCount === texts.length && texts.every((text, i) => list.children[i].textContent === text)) return;
@@ -76,20 +76,20 @@ export default {
       told = now;
       trouble.replaceChildren(
         ...diagnoses.map(([seen, cause]) => h("p", { class: "ampw-report", role: "alert" }, h("b", {}, seen), h("br"), cause)),
-        ...(skips.length ? [h("b", {}, "Skipped steps"), h("ul", { class: "ampw-notes" }, ...skips.map((text) => h("li", {}, text)))] : []));
+        ...(skips.length ? [h("b", {}, say("Skipped steps")), h("ul", { class: "ampw-notes" }, ...skips.map((text) => h("li", {}, text)))] : []));
     };
     const draw = () => {
       const locked = asked.locked();
       const pending = model.get("pending") || asked.value("sample", false);
-      const waits = model.get("trains") ? "Sampling the next step …" : "The next step will be sampled when training goes on";
-      setText(sample.firstChild, pending ? waits : "Sample the next step");
+      const waits = model.get("trains") ? say("Sampling the next step …") : say("The next step will be sampled when training goes on");
+      setText(sample.firstChild, pending ? waits : say("Sample the next step"));
       setOff(sample, locked || pending);
       sample.setAttribute("aria-busy", String(pending));
       const steps = asked.value("every", model.get("every"));
       every.checked = steps > 0;
       every.disabled = locked;
-      setText(everyLabel, `every ${steps || EVERY} steps`);
-      setText(whyNot, model.get("why_not") && `The last one was not sampled: ${model.get("why_not")}`);
+      setText(everyLabel, say("every {count} steps", { count: steps || EVERY }));
+      setText(whyNot, model.get("why_not") && say("The last one was not sampled: {why}", { why: model.get("why_not") }));
       whatIf.hidden = !model.get("sampled");
       setText(measured, model.get("measured"));
       const exponent = asked.value("exponent", model.get("exponent"));

@@ -11,13 +11,14 @@ import ipywidgets
 from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.charts.exponents import exponent_figure, exponent_sentence
 from amp_widgets.charts.figure_view import FigureView
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.gradient_control import GradientCommand, GradientControl, no_match_text
 from amp_widgets.widgets.gradient_state import GradientState, nearest_exponent
 from amp_widgets.widgets.gradient_table import GradientTable
 from amp_widgets.widgets.state import DashboardState
 
-NOTHING_RECORDED = "The gradients of no step up to here were recorded."
-NOTHING_YET = (
+NOTHING_RECORDED = marked("The gradients of no step up to here were recorded.")
+NOTHING_YET = marked(
     "No step has been sampled yet. What is drawn then: how many gradients there are of each size, over the zones of fp16."
 )
 
@@ -46,7 +47,7 @@ class GradientPanel(ipywidgets.Box):
         *,
         recorded: bool = False,
     ) -> None:
-        self._nothing_yet = NOTHING_RECORDED if recorded else NOTHING_YET
+        self._nothing_yet = say(NOTHING_RECORDED) if recorded else say(NOTHING_YET)
         self._command: Callable[..., None] = command
         self._request = request
         self._range: GradientRange | None = None
@@ -111,7 +112,7 @@ class GradientPanel(ipywidgets.Box):
         if matching is None:
             self._figure.clear(self._nothing_yet)
         elif not matching.at_stake:
-            self._figure.clear(no_match_text(pattern) if pattern else "No layer to be drawn")
+            self._figure.clear(no_match_text(pattern) if pattern else say("No layer to be drawn"))
         else:
             self._figure.show(
                 lambda theme: exponent_figure(matching, scale=scale, title="", theme=theme), label=_spoken(matching, scale)
@@ -136,7 +137,7 @@ class GradientPanel(ipywidgets.Box):
 
 
 def _spoken(found: GradientRange, scale: float) -> str:
-    return ". ".join([exponent_sentence(found, scale), *found.sentences(scale)])
+    return ". ".join([exponent_sentence(found, scale), *map(in_language, found.sentences(scale))])
 
 
 def _nobody(*_args: object, **_values: object) -> None:

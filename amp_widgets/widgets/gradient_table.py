@@ -8,6 +8,7 @@ from typing import Any
 import traitlets
 
 from amp_widgets.analysis.gradients import GradientRange, LayerRange, Shares, overflow_text, percent
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
@@ -37,11 +38,17 @@ class GradientTable(Control):
             return
         told = found.matching(pattern)
         worst, too_large = told.worst(scale), told.overflowing(scale)
-        shown = f"the {MOST_ROWS} worst of " if len(worst) > MOST_ROWS else ""
-        of = "" if len(worst) == len(found.at_stake) else f" of {len(found.at_stake)}"
-        summary = f"{shown}{len(worst)}{of} layers"
+        count, at_stake = len(worst), len(found.at_stake)
+        summary = (
+            say("{count} layers", count=count)
+            if count == at_stake
+            else say("{shown} of {count} layers", shown=count, count=at_stake)
+        )
+        if count > MOST_ROWS:
+            summary = say("the {most} worst of {layers}", most=MOST_ROWS, layers=summary)
         rows = [
-            _row(layer, shares, overflow_text(layer.layer, shares.overflow, too_large)) for layer, shares in worst[:MOST_ROWS]
+            _row(layer, shares, in_language(overflow_text(layer.layer, shares.overflow, too_large)))
+            for layer, shares in worst[:MOST_ROWS]
         ]
         self._put({"rows": rows, "summary": summary, "pattern": pattern, "sampled": True})
 
@@ -55,9 +62,20 @@ class GradientTable(Control):
                 self._request(pattern=pattern)
 
 
+# Words of `overflow_text`.
+_SAID = (marked("its weight"), marked("its bias"), marked("its {parameter}"))
+
+
 def _row(layer: LayerRange, shares: Shares, overflow: str) -> list[Any]:
     """Name, format, texts of the shares and of the count, and whether each share stands out."""
     flushed, subnormal, normal, zeros = map(percent, (shares.flushed, shares.subnormal, shares.normal, shares.zeros))
     lost = [shares.flushed > LOST_SHARE, False, False, shares.overflow > 0 or overflow != percent(shares.overflow), False]
-    nonfinite = f"{percent(shares.nonfinite)} inf or NaN" if shares.nonfinite else ""
-    return [layer.layer, layer.dtype, [flushed, subnormal, normal, overflow, zeros], layer.counted_text, lost, nonfinite]
+    nonfinite = say("{share} inf or NaN", share=percent(shares.nonfinite)) if shares.nonfinite else ""
+    return [
+        layer.layer,
+        layer.dtype,
+        [flushed, subnormal, normal, overflow, zeros],
+        in_language(layer.counted_text),
+        lost,
+        nonfinite,
+    ]

@@ -1,16 +1,16 @@
 const MODEL_ORDER = "name";
 const NUMBERS_FROM = 5; // in a row of `rows`
 const TABLE_COLUMNS = [
-  ["name", "layer", "In the order of the model; names are indented by depth"],
-  ["type", "type", "The class of the layer"],
-  ["parameters", "parameter bytes", "Bytes of the parameters of the layer and of those within it; how many they are, see the tree of layers"],
-  ["held", "held", "Activations made in the layer that stay in memory from its forward to its backward pass; neither parameters nor optimizer state"],
-  ["output", "output", "What its last call returned"],
-  ["forward", "forward", "Time of its forward pass"],
-  ["backward", "backward", "Time of its backward pass"],
-  ["saves", "≈ saves", "An estimate, not measured: about what checkpointing it would free from forward to backward: held minus output. The peak of the step falls by less where it is reached elsewhere; what would have been free when memory ran out is in the report"],
-  ["costs", "≈ costs", "An estimate: what checkpointing it would cost in each step is its forward pass once more. Where it is in force: how long it was computed again, measured"],
-  ["dtype", "dtype", "The format that it computes in"],
+  ["name", say("layer"), say("In the order of the model; names are indented by depth")],
+  ["type", say("type"), say("The class of the layer")],
+  ["parameters", say("parameter bytes"), say("Bytes of the parameters of the layer and of those within it; how many they are, see the tree of layers")],
+  ["held", say("held"), say("Activations made in the layer that stay in memory from its forward to its backward pass; neither parameters nor optimizer state")],
+  ["output", say("output"), say("What its last call returned")],
+  ["forward", say("forward"), say("Time of its forward pass")],
+  ["backward", say("backward"), say("Time of its backward pass")],
+  ["saves", say("≈ saves"), say("An estimate, not measured: about what checkpointing it would free from forward to backward: held minus output. The peak of the step falls by less where it is reached elsewhere; what would have been free when memory ran out is in the report")],
+  ["costs", say("≈ costs"), say("An estimate: what checkpointing it would cost in each step is its forward pass once more. Where it is in force: how long it was computed again, measured")],
+  ["dtype", say("dtype"), say("The format that it computes in")],
 ];
 const SIZES = new Set(["parameters", "held", "output", "saves"]);
 const TIMES = new Set(["forward", "backward", "costs"]);
@@ -38,15 +38,15 @@ function sorted(rows, positions, column, descending, whole) {
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Memory and time by layer", "ampw-layer-table");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, say("Memory and time by layer"), "ampw-layer-table");
     const summary = h("span", { class: "ampw-dim ampw-total", role: "status" });
     const caption = h("span", { class: "ampw-dim ampw-caption", hidden: true });
     heading.append(caption, summary);
     const filter = filterField(
       model, (message) => asked.ask(message),
-      "Part of a name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.");
+      say("Part of a name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between."));
     const heads = sortHeads(TABLE_COLUMNS.map(([name, label, title]) => [name, label, title, name in NUMBER_AT]), MODEL_ORDER, false, () => arrange(false));
-    const check = h("th", { scope: "col", class: "ampw-check" }, h("span", { class: "ampw-dim", title: "Checkpointed" }, "ckpt"));
+    const check = h("th", { scope: "col", class: "ampw-check" }, h("span", { class: "ampw-dim", title: say("Checkpointed") }, say("ckpt")));
     const { view, table, lines } = scrolledTable(titleId, check, ...heads.cells);
     const nothing = h("p", { class: "ampw-sentence", hidden: true });
     body.append(filter.element, view, nothing);
@@ -70,7 +70,7 @@ export default {
       const [name, type, dtype, checkpointed, whyNot] = row;
       const inOrder = heads.column() === MODEL_ORDER && matching === null; // else the tree above a name is not in sight
       const parts = name.split(".");
-      const box = tickBox(name, `checkpoint ${name}`, asked.ask);
+      const box = tickBox(name, say("checkpoint {name}", { name }), asked.ask);
       const tick = h("td", { class: "ampw-check" }, ...(position === model.get("whole") ? [] : [box]));
       if (!tick.firstChild) tick.title = whyNot;
       const label = h("span", { class: "ampw-name", style: `padding-left: ${inOrder ? 12 * (parts.length - 1) : 0}px` }, inOrder && !heads.descending() ? parts.at(-1) : name);
@@ -79,16 +79,16 @@ export default {
         if (which === "type") return h("td", { class: "ampw-type", title: type }, type);
         if (which === "dtype") return h("td", { class: "ampw-type" }, dtype);
         const value = valueOf(row, which);
-        const exact = value === null ? null : SIZES.has(which) ? `${value.toLocaleString("en")} bytes` : null;
-        const text = which === "saves" && checkpointed ? "in force then" : SIZES.has(which) ? sizeText(value) : timeText(value);
+        const exact = value === null ? null : SIZES.has(which) ? say("{count} bytes", { count: value.toLocaleString("en") }) : null;
+        const text = which === "saves" && checkpointed ? say("in force then") : SIZES.has(which) ? sizeText(value) : timeText(value);
         return h("td", { class: "ampw-number", title: exact }, text);
       });
       return { box, whyNot, name, element: h("tr", { "aria-rowindex": place + 2 }, tick, ...cells) };
     };
 
     const drawTicks = () => {
-      const marked = (position) => (proposed.has(position) ? ": proposed, see the report above" : "");
-      drawTickBoxes(shown.made, asked, ticked, inForce, (name, position) => `Checkpoint ${name}${marked(position)}`);
+      const marked = (position) => (proposed.has(position) ? say(": proposed, see the report above") : "");
+      drawTickBoxes(shown.made, asked, ticked, inForce, (name, position) => say("Checkpoint {name}", { name }) + marked(position));
       for (const [position, { element }] of shown.made) element.classList.toggle("ampw-proposed", proposed.has(position));
       stop.draw();
     };
@@ -111,11 +111,11 @@ export default {
       shown.draw();
       view.hidden = !order.length;
       el.classList.toggle("ampw-empty", !rows.length);
-      setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "The layers are listed when a step has been profiled");
+      setText(nothing, order.length ? "" : rows.length ? say("No layer matches {pattern}", { pattern: model.get("pattern") }) : say("The layers are listed when a step has been profiled"));
       const whole = model.get("whole");
       const layers = rows.length - (whole >= 0);
       const listed = order.length - order.includes(whole);
-      setText(summary, !rows.length ? "" : matching ? `${listed} of ${layers} layers` : layers === 1 ? "1 layer" : `${layers} layers`);
+      setText(summary, !rows.length ? "" : matching ? say("{shown} of {count} layers", { shown: listed, count: layers }) : layers === 1 ? say("1 layer") : say("{count} layers", { count: layers }));
       setWaiting(!sameSets(ticked, inForce) || asked.waits());
     };
     const asked = asking(model, el, showLost, draw);

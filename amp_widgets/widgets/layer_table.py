@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import traitlets
 
 from amp_widgets.core import globs
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.ticks import with_tick
@@ -47,8 +48,8 @@ class LayerProfileLike(Protocol):
     def cost_s(self) -> float: ...
 
 
-NOT_KNOWN = "the model's layers are not known here"
-THE_MODEL = "the model itself"
+NOT_KNOWN = marked("the model's layers are not known here")
+THE_MODEL = marked("the model itself")
 
 
 class LayerTable(Control):
@@ -158,7 +159,9 @@ class LayerTable(Control):
 
     def _all_rows(self) -> list[list[Any]]:
         why_not, died_in = self._why_not, self._died_in
-        rows = [_row(one, THE_MODEL if one.whole else why_not.get(one.name, NOT_KNOWN), died_in) for one in self._profile]
+        rows = [
+            _row(one, say(THE_MODEL) if one.whole else why_not.get(one.name, say(NOT_KNOWN)), died_in) for one in self._profile
+        ]
         for row in rows:
             row[_WHY_NOT] = self._why_no_ticks or row[_WHY_NOT]
         return rows
@@ -193,11 +196,12 @@ def _matches(layer: LayerProfileLike, pattern: str) -> bool:
 def _row(layer: LayerProfileLike, why_not: str, died_in: tuple[str, str] | None) -> list[Any]:
     """Name, type, dtype, whether it was checkpointed, why it cannot be, and numbers: bytes and seconds, None where not known."""
     held, output, forward_s, backward_s = _measured(layer, died_in)
-    possible = why_not in ("", NOT_KNOWN) and not math.isnan(held + output)
+    possible = why_not in ("", say(NOT_KNOWN)) and not math.isnan(held + output)
     trade = (layer.saved_bytes, layer.cost_s) if possible else (math.nan, math.nan)
     numbers = (layer.parameter_bytes, held, output, forward_s, backward_s, *trade)
     known = [number if math.isfinite(number) else None for number in numbers]
-    return [layer.name, layer.type, layer.dtype, layer.checkpointed, why_not, *known]
+    dtype = say("mixed") if layer.dtype == "mixed" else layer.dtype
+    return [layer.name, layer.type, dtype, layer.checkpointed, why_not, *known]
 
 
 _WHY_NOT = 4
@@ -224,5 +228,5 @@ def _measured(layer: LayerProfileLike, died_in: tuple[str, str] | None) -> tuple
 
 def _why_not(layer: Any) -> str:
     if layer.structural:
-        return "it only holds other layers"
-    return "" if layer.why_not is None else layer.why_not or "it cannot be checkpointed"
+        return say("it only holds other layers")
+    return "" if layer.why_not is None else in_language(layer.why_not) or say("it cannot be checkpointed")

@@ -1,9 +1,9 @@
 const TREE_ROWS_AT_FIRST = 16;
 const LAYER_CHOICES = [
-  ["all", "All", "Every layer that can be checkpointed, also those within others"],
-  ["none", "None", "No layer"],
-  ["blocks", "Blocks", ""],
-  ["every_second", "Every second", ""],
+  ["all", say("All"), say("Every layer that can be checkpointed, also those within others")],
+  ["none", say("None"), say("No layer")],
+  ["blocks", say("Blocks"), ""],
+  ["every_second", say("Every second"), ""],
 ];
 
 /** Rows [name, type, parameters, why not] as nodes of a tree; the first is the model itself and is not shown. */
@@ -40,23 +40,23 @@ function openDepth(root) {
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "Checkpointed layers", "ampw-layers");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, say("Checkpointed layers"), "ampw-layers");
     const summary = h("span", { class: "ampw-dim" });
     heading.append(summary);
-    const choices = h("div", { class: "ampw-buttons", role: "group", "aria-label": "Choose layers" });
+    const choices = h("div", { class: "ampw-buttons", role: "group", "aria-label": say("Choose layers") });
     const buttons = LAYER_CHOICES.map(([choice, label, title]) =>
       h("button", { type: "button", "data-choice": choice, title, onclick: () => asked.ask({ choose: choice }) }, h("span", {}, label)));
     choices.append(...buttons);
     const patternId = uid();
     const pattern = h("input", {
       type: "text", id: patternId, placeholder: "layers.*", autocomplete: "off", spellcheck: "false",
-      title: "Names of layers, or patterns: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.",
+      title: say("Names of layers, or patterns: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between."),
       onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) applyPattern(); },
     });
     const applyPattern = () => { if (pattern.value.trim()) asked.ask({ pattern: pattern.value }); };
-    const apply = h("button", { type: "button", onclick: applyPattern }, h("span", {}, "Apply"));
+    const apply = h("button", { type: "button", onclick: applyPattern }, h("span", {}, say("Apply")));
     const list = h("ul", { class: "ampw-tree", role: "tree", "aria-labelledby": titleId, "aria-multiselectable": "true" });
-    body.append(choices, h("div", { class: "ampw-pattern" }, h("label", { for: patternId }, "Pattern"), pattern, apply), list);
+    body.append(choices, h("div", { class: "ampw-pattern" }, h("label", { for: patternId }, say("Pattern")), pattern, apply), list);
 
     let rows = null;
     let building = false;
@@ -102,7 +102,7 @@ export default {
       const whyId = uid();
       const label = h("label", { title: `${node.name}: ${node.type}` }, node.box, h("span", { class: "ampw-name" }, node.label), h("span", { class: "ampw-type" }, node.type));
       node.line = h("div", { class: "ampw-row", style: `--ampw-depth: ${node.depth - 1}` }, node.twisty, label, node.count,
-        h("span", { class: "ampw-parameters", title: `${node.parameters} parameters` }, node.parameters));
+        h("span", { class: "ampw-parameters", title: say("{count} parameters", { count: node.parameters }) }, node.parameters));
       node.item = h("li", { role: "treeitem", "aria-level": node.depth, "aria-expanded": group ? "false" : null, "aria-label": itemLabel(node),
         "aria-describedby": node.whyNot ? whyId : null }, node.line);
       if (node.whyNot) node.line.append(h("span", { class: "ampw-why", id: whyId, title: node.whyNot }, node.whyNot));
@@ -115,7 +115,7 @@ export default {
       return node.item;
     };
 
-    const itemLabel = (node) => `${node.name}, ${node.type}, ${node.parameters} parameters`;
+    const itemLabel = (node) => say("{name}, {type}, {count} parameters", { name: node.name, type: node.type, count: node.parameters });
     const target = (node) => (node.box.disabled ? node.item : node.box); // what takes the focus in a row
 
     const setOpen = (node, open) => {
@@ -192,7 +192,7 @@ export default {
         if (!node.group) continue;
         const inside = within.get(node);
         setText(node.count, inside && !node.open ? String(inside) : "");
-        node.count.title = inside ? `${inside} of the layers within` : "";
+        node.count.title = inside ? say("{count} of the layers within", { count: inside }) : "";
       }
     };
 
@@ -210,7 +210,7 @@ export default {
       for (const button of buttons) {
         const needsBlocks = ["blocks", "every_second"].includes(button.dataset.choice);
         setOff(button, locked || (needsBlocks && !blocks));
-        if (needsBlocks) button.title = blocks ? `${button.dataset.choice === "blocks" ? "The" : "Every second of the"} repeated blocks: ${blocks}` : "This model has no repeated blocks";
+        if (needsBlocks) button.title = blocks ? (button.dataset.choice === "blocks" ? say("The repeated blocks: {blocks}", { blocks }) : say("Every second of the repeated blocks: {blocks}", { blocks })) : say("This model has no repeated blocks");
       }
       setOff(apply, locked);
       pattern.disabled = locked;

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
+from amp_widgets.language import in_language, say
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import count_text
@@ -53,7 +54,9 @@ class LayersControl(Control):
             "in_force": in_force,
             "requested": self._indices(self._requested),
             "blocks": self._block_text(),
-            "summary": f"{len(in_force) or 'none'} of {len(self._rows)}",
+            "summary": say("{shown} of {count}", shown=len(in_force), count=len(self._rows))
+            if in_force
+            else say("none of {count}", count=len(self._rows)),
         }
 
     def _ask(self, message: Mapping[str, Any]) -> None:
@@ -86,7 +89,13 @@ class LayersControl(Control):
         if not self._blocks:
             return ""
         first = next(layer for layer in self._layers or () if layer.name == self._blocks[0])
-        return f"{len(self._blocks)} × {first.type}: {self._blocks[0]} to {self._blocks[-1]}"
+        return say(
+            "{count} × {type}: {first} to {last}",
+            count=len(self._blocks),
+            type=first.type,
+            first=self._blocks[0],
+            last=self._blocks[-1],
+        )
 
 
 def repeated_blocks(layers: Sequence[Layer]) -> tuple[str, ...]:
@@ -124,5 +133,5 @@ def _ancestors(name: str) -> list[str]:
 
 def _why_not(layer: Layer) -> str:
     if layer.structural:
-        return "it only holds other layers"
-    return "" if layer.why_not is None else layer.why_not or "it cannot be checkpointed"
+        return say("it only holds other layers")
+    return "" if layer.why_not is None else in_language(layer.why_not) or say("it cannot be checkpointed")

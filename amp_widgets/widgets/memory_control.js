@@ -1,6 +1,6 @@
 export default {
   render({ model, el }) {
-    const { body, setWaiting, showLost, remove } = frame(el, "Memory within a step", "ampw-memory");
+    const { body, setWaiting, showLost, remove } = frame(el, say("Memory within a step"), "ampw-memory");
     const button = h("button", { type: "button", class: "ampw-profile", onclick: () => asked.ask({ profile: true }, { profile: true }) }, h("span", {}));
     const whyNot = h("span", { class: "ampw-dim", id: uid(), hidden: true });
     const select = (label, title) => {
@@ -9,15 +9,15 @@ export default {
       const name = h("label", { for: id }, label);
       return { list, name, field: h("span", { class: "ampw-choice" }, name, list) };
     };
-    const before = select("Before", "Drawn as an outline; choose none to see one step alone");
-    const after = select("After", "Drawn as areas");
-    const swap = h("button", { type: "button", title: "Exchange before and after", "aria-label": "Exchange before and after", onclick: () => exchange() }, "⇄");
+    const before = select(say("Before"), say("Drawn as an outline; choose none to see one step alone"));
+    const after = select(say("After"), say("Drawn as areas"));
+    const swap = h("button", { type: "button", title: say("Exchange before and after"), "aria-label": say("Exchange before and after"), onclick: () => exchange() }, "⇄");
     const choices = h("div", { class: "ampw-choices" }, before.field, swap, after.field);
     const sentence = h("p", { class: "ampw-difference", role: "status" });
     const details = h("ul", { class: "ampw-notes" });
     const summary = h("summary", {});
     const reportLines = h("div", {});
-    const dismiss = h("button", { type: "button", title: "Take this report away", onclick: () => asked.ask({ dismiss: true }) }, "Dismiss");
+    const dismiss = h("button", { type: "button", title: say("Take this report away"), onclick: () => asked.ask({ dismiss: true }) }, say("Dismiss"));
     const checkpoint = h("button", { type: "button", onclick: () => asked.ask({ checkpoint: true }) });
     const whatNext = h("span", { role: "status", hidden: true });
     const folded = h("details", {}, summary, reportLines, h("div", { class: "ampw-choices" }, checkpoint, whatNext, dismiss));
@@ -52,27 +52,27 @@ export default {
       else report.setAttribute("role", "alert");
       report.hidden = heading === "";
       const proposed = model.get("proposed");
-      setText(checkpoint, proposed.length ? `Checkpoint ${proposed.length > 1 ? `the ${proposed.length} proposed layers` : proposed[0]}` : "");
+      setText(checkpoint, !proposed.length ? "" : proposed.length > 1 ? say("Checkpoint the {count} proposed layers", { count: proposed.length }) : say("Checkpoint {name}", { name: proposed[0] }));
       setText(whatNext, model.get("what_next"));
-      checkpoint.title = `In force from the next step: ${proposed.join(", ")}`;
+      checkpoint.title = say("In force from the next step: {changes}", { changes: proposed.join(", ") });
       for (const button of [checkpoint, dismiss]) setOff(button, asked.locked());
     };
 
     let options = null;
     const fill = () => {
       const made = () => options.map(([label, text]) => h("option", { value: `=${label}` }, text));
-      before.list.replaceChildren(h("option", { value: NONE }, "nothing: one step alone"), ...made());
+      before.list.replaceChildren(h("option", { value: NONE }, say("nothing: one step alone")), ...made());
       after.list.replaceChildren(...made());
     };
     const draw = () => {
       const locked = asked.locked();
       const pending = model.get("pending") || asked.value("profile", false);
-      const waits = model.get("trains") ? "Profiling the next step …" : "The next step will be profiled when training goes on";
-      setText(button.firstChild, pending ? waits : "Profile the next step");
+      const waits = model.get("trains") ? say("Profiling the next step …") : say("The next step will be profiled when training goes on");
+      setText(button.firstChild, pending ? waits : say("Profile the next step"));
       setOff(button, locked || pending);
       button.hidden = model.get("recorded");
       button.setAttribute("aria-busy", String(pending));
-      setText(whyNot, model.get("why_not") && `The last one was not profiled: ${model.get("why_not")}`);
+      setText(whyNot, model.get("why_not") && say("The last one was not profiled: {why}", { why: model.get("why_not") }));
       if (model.get("why_not")) button.setAttribute("aria-describedby", whyNot.id);
       else button.removeAttribute("aria-describedby");
       if (options !== model.get("options")) {
@@ -87,7 +87,7 @@ export default {
       setOff(swap, locked || first === NONE);
       choices.hidden = !options.length;
       before.field.hidden = swap.hidden = options.length < 2;
-      setText(after.name, options.length < 2 ? "Step" : "After");
+      setText(after.name, options.length < 2 ? say("Step") : say("After"));
       setText(sentence, model.get("sentence"));
       const notes = model.get("details");
       if (details.childElementCount !== notes.length || notes.some((note, i) => details.children[i].textContent !== note)) {

@@ -16,6 +16,7 @@ from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, pe
 from amp_widgets.charts.phases import recomputes_of
 from amp_widgets.charts.reserved import EXPLAINED, RETRIES
 from amp_widgets.core.profiling import without_step
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
@@ -67,10 +68,12 @@ class MemoryControl(Control):
                 "shown": [profile.label for profile in chosen],
                 "pending": state.pending,
                 "trains": state.trains,
-                "why_not": "" if state.death is not None and not state.fitted else state.why_not or "",  # the report says more
+                "why_not": ""
+                if state.death is not None and not state.fitted
+                else in_language(state.why_not or ""),  # the report says more
                 "sentence": _capital(mountain_sentence(chosen, deaths, state.ceiling)) if chosen else "",
                 "details": _details(chosen, deaths),
-                "report": [] if state.death is None else list(state.death.report[:MOST_REPORT_LINES]),
+                "report": [] if state.death is None else [in_language(line) for line in state.death.report[:MOST_REPORT_LINES]],
                 "fitted": state.fitted_text,
             }
         )
@@ -100,17 +103,30 @@ class MemoryControl(Control):
                     self._request("show", labels=wanted)
 
 
+# Of what a report says, beside what its own sentences are.
+_SAID = (
+    marked("; the budget is {size}"), marked("; the memory of {device} is {size}"), marked("parameters {size}"),
+    marked("buffers {size}"), marked("gradients {size}"), marked("optimizer state {size}"), marked("activations {size}"),
+    marked("recomputed {size}"), marked("temporary {size}"), marked("other {size}"), marked("(activation)"), marked("(gradient)"),
+    marked("(optimizer)"), marked("(parameter)"),
+    marked("(buffer)"), marked("(recompute)"), marked("(temporary)"), marked("(other)"),
+)  # fmt: skip
+
+
 def _option_text(profile: StepProfileLike, deaths: Mapping[str, Death]) -> str:
     """The label, the step and the peak; of several profiles of one step with the same label, which one."""
     if profile.label in deaths:
-        return profile.label
-    peak = f"peak {memory_text(peak_of(profile)[1])}"
+        return in_language(profile.label)
+    peak = say("peak {size}", size=memory_text(peak_of(profile)[1]))
     label = without_step(profile.label)
     added = profile.label.removeprefix(label)
     if profile.step < 0 or (added and not re.fullmatch(rf" \(step {profile.step}(, \d+)?\)", added)):
-        return f"{profile.label} ({peak})"  # of a step of its own, or a label that somebody wrote
+        return f"{in_language(profile.label)} ({peak})"  # of a step of its own, or a label that somebody wrote
     number = added.partition(", ")[2].removesuffix(")")
-    return f"{label} (step {profile.step:,}, {f'no. {number}, ' if number else ''}{peak})"
+    values = {"label": in_language(label), "step": f"{profile.step:,}", "number": number, "peak": peak}
+    return (
+        say("{label} (step {step}, no. {number}, {peak})", **values) if number else say("{label} (step {step}, {peak})", **values)
+    )
 
 
 def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> list[str]:
@@ -121,49 +137,59 @@ def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> 
     made_of = [_made_of(profile, died=profile.label in deaths) for profile in chosen]
     if len(chosen) == 1:
         parts = sorted(((size, kind) for kind, size in made_of[0].items() if size), reverse=True)
-        words = [f"{KIND_NAMES[kind]} {memory_text(size)}" for size, kind in parts]
-        when = "When memory ran out" if newest.label in deaths else "At the peak"
+        words = [f"{say(KIND_NAMES[kind])} {memory_text(size)}" for size, kind in parts]
+        when = say("When memory ran out") if newest.label in deaths else say("At the peak")
         sentences = [f"{when}: {', '.join(words)}"] if words else []
     else:
         before, after = made_of
         least = SMALLEST_CHANGE * max(sum(before.values()), sum(after.values()))
         changed = [kind for kind in reversed(KINDS) if abs(after[kind] - before[kind]) > least]
         changed.sort(key=lambda kind: -abs(after[kind] - before[kind]))
-        words = [f"{KIND_NAMES[kind]} {' → '.join(sizes_texts(before[kind], after[kind])[:2])}" for kind in changed]
+        words = [f"{say(KIND_NAMES[kind])} {' → '.join(sizes_texts(before[kind], after[kind])[:2])}" for kind in changed]
         sentences = [f"{_when_compared(chosen, deaths)}: {', '.join(words)}"] if words else []
     above = [deaths[profile.label].above_before(profile) for profile in chosen if profile.label in deaths]
     sentences += [_capital(one) for one in above if one]
     again = len(recomputes_of(newest.phases))
     if again:
-        times = f"{again} time{'s' * (again > 1)}"
+        time = seconds_text(recompute_s(newest))
         sentences.append(
-            f"The price: layers were computed again {times} in the backward pass, {seconds_text(recompute_s(newest))}"
+            say_number(
+                "The price: layers were computed again {count} time in the backward pass, {time}",
+                "The price: layers were computed again {count} times in the backward pass, {time}",
+                again,
+                time=time,
+            )
         )
     allocators = [(profile, readings) for profile in chosen for readings in profile.allocator]
     for profile, readings in allocators:
-        sentences.append(f"{profile.label}, {readings.text}" if len(chosen) == 2 else readings.text)
+        text = in_language(readings.text)
+        sentences.append(f"{in_language(profile.label)}, {text}" if len(chosen) == 2 else text)
     if allocators:
-        sentences.append(EXPLAINED)
+        sentences.append(say(EXPLAINED))
     if any(readings.retries for _, readings in allocators):
-        sentences.append(RETRIES)
+        sentences.append(say(RETRIES))
     sources = dict.fromkeys(profile.source for profile in chosen if profile is newest or profile.label not in deaths)
     notes = dict.fromkeys(note for profile in chosen for note in profile.notes)
-    return [*sentences, *(f"Counted: {source}" for source in sources if source), *notes]
+    return [
+        *sentences,
+        *(say("Counted: {source}", source=in_language(source)) for source in sources if source),
+        *map(in_language, notes),
+    ]
 
 
 def _when_compared(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> str:
     """The two moments that are compared, where they are not the same part of the step."""
     before, after = (
-        "when memory ran out" if profile.label in deaths else shortened(peak_place(profile), PLACE_CHARACTERS)
+        say("when memory ran out") if profile.label in deaths else shortened(peak_place(profile), PLACE_CHARACTERS)
         for profile in chosen
     )
     if before == after or not (before and after):
-        return "At the peak"
+        return say("At the peak")
     if chosen[0].label in deaths:
-        return f"When memory ran out, and at the peak, which is {after}"
+        return say("When memory ran out, and at the peak, which is {after}", after=after)
     if chosen[1].label in deaths:
-        return f"At the peak, which was {before}, and when memory ran out"
-    return f"At the peak, which was {before} and is now {after}"
+        return say("At the peak, which was {before}, and when memory ran out", before=before)
+    return say("At the peak, which was {before} and is now {after}", before=before, after=after)
 
 
 def _made_of(profile: StepProfileLike, *, died: bool) -> dict[str, int]:

@@ -11,14 +11,17 @@ from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.figure_view import FigureView
 from amp_widgets.charts.mountain import NO_DEATHS, mountain_figure, mountain_sentence
 from amp_widgets.core.profiling import without_step
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.layer_table import LayerTable
 from amp_widgets.widgets.memory_control import Command, MemoryControl
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
 
-NOTHING_RECORDED = "No step up to here was profiled."
-WHY_NO_TICKS = "a replay: what is ticked is what was in force"
-NOTHING_YET = "No step has been profiled yet. What is drawn then: the memory over one step, and which layers it is made of."
+NOTHING_RECORDED = marked("No step up to here was profiled.")
+WHY_NO_TICKS = marked("a replay: what is ticked is what was in force")
+NOTHING_YET = marked(
+    "No step has been profiled yet. What is drawn then: the memory over one step, and which layers it is made of."
+)
 
 
 class MemoryPanel(ipywidgets.Box):
@@ -46,7 +49,7 @@ class MemoryPanel(ipywidgets.Box):
         *,
         recorded: bool = False,
     ) -> None:
-        self._nothing_yet = NOTHING_RECORDED if recorded else NOTHING_YET
+        self._nothing_yet = say(NOTHING_RECORDED) if recorded else say(NOTHING_YET)
         self._chosen: tuple[StepProfileLike, ...] = ()
         self._ceiling: Ceiling | None = None
         self._deaths: Mapping[str, Death] = NO_DEATHS
@@ -56,7 +59,7 @@ class MemoryPanel(ipywidgets.Box):
         self._request = request
         self._control = MemoryControl(self._asked, recorded=recorded)
         self._figure = FigureView(note=self._nothing_yet)
-        self._table = LayerTable(request, dashboard, why_no_ticks=WHY_NO_TICKS if recorded else "")
+        self._table = LayerTable(request, dashboard, why_no_ticks=say(WHY_NO_TICKS) if recorded else "")
         super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-memory-panel",))
         if state is not None:
             self.show(state)
@@ -110,8 +113,12 @@ class MemoryPanel(ipywidgets.Box):
             return
         shown = state.chosen[-1]
         death = state.death if shown.label in self._deaths else None
-        step = "of a step of its own" if shown.step < 0 else f"of step {shown.step:,}"
-        caption = f"{step}: {without_step(shown.label)}" if death is None else f"{step}, until it ran out of memory"
+        step = say("of a step of its own") if shown.step < 0 else say("of step {step}", step=f"{shown.step:,}")
+        caption = (
+            f"{step}: {in_language(without_step(shown.label))}"
+            if death is None
+            else say("{step}, until it ran out of memory", step=step)
+        )
         self._table.show(shown.layers, caption=caption, died_in=None if death is None else (death.phase, death.layer))
 
     def _show_proposed(self) -> None:
@@ -136,18 +143,24 @@ class MemoryPanel(ipywidgets.Box):
 
 def _spoken(chosen: tuple[StepProfileLike, ...], deaths: Mapping[str, Death], ceiling: Ceiling | None) -> str:
     sentence = mountain_sentence(chosen, deaths, ceiling)
-    return f"Memory within a step, {' against '.join(profile.label for profile in chosen)}: {sentence}"
+    steps = say(" against ").join(in_language(profile.label) for profile in chosen)
+    return say("Memory within a step, {steps}: {sentence}", steps=steps, sentence=sentence)
 
 
 def _what_next(dashboard: DashboardState, names: tuple[str, ...]) -> str:
     """What the user does when the proposed layers are asked for, and no step has fitted since."""
-    done = "in force" if set(names) <= set(dashboard.settings.checkpointed) else "requested"
-    layers = f"Checkpointing of {names[0] if len(names) == 1 else f'the {len(names)} proposed layers'} is {done}"
+    layers = names[0] if len(names) == 1 else say("the {count} proposed layers", count=len(names))
+    if set(names) <= set(dashboard.settings.checkpointed):
+        done = say("Checkpointing of {layers} is in force", layers=layers)
+    else:
+        done = say("Checkpointing of {layers} is requested", layers=layers)
     if dashboard.run == "running" or dashboard.in_cell:
-        return f"{layers}: the next step tries again with it"
+        return say("{done}: the next step tries again with it", done=done)
     if dashboard.run == "paused":
-        return f"{layers}; press Resume to try again"
-    return f"{layers}; {'run the cell of your loop again' if dashboard.run == 'none' else 'press Start to try again'}"
+        return say("{done}; press Resume to try again", done=done)
+    if dashboard.run == "none":
+        return say("{done}; run the cell of your loop again", done=done)
+    return say("{done}; press Start to try again", done=done)
 
 
 def _nobody(*_args: object, **_values: object) -> None:

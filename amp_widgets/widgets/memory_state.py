@@ -10,6 +10,7 @@ from typing import Protocol
 from amp_widgets.charts.ceiling import Ceiling, Death
 from amp_widgets.charts.peaks import StepLike, place_text
 from amp_widgets.core.profiling import combination_of
+from amp_widgets.language import marked, say, say_number
 from amp_widgets.widgets.layer_table import LayerProfileLike
 
 
@@ -134,7 +135,7 @@ class MemoryState:
         """What is drawn as the height that memory may not go above: the budget that is set; else what the step that is shown died
         of, where that is the device's memory, or nothing newer is shown beside it."""
         if self.budget_bytes is not None:
-            return Ceiling(size_bytes=self.budget_bytes, name="budget")
+            return Ceiling(size_bytes=self.budget_bytes, name=marked("budget"))
         deaths, died, chosen = self.deaths, self.death, self.chosen
         if died is None or not any(profile.label in deaths for profile in chosen):
             return None
@@ -145,17 +146,27 @@ class MemoryState:
         died = self.death
         if died is None or not math.isfinite(died.limit_bytes):
             return None
-        budget = "budget" if died.limit_bytes == self.budget_bytes else "budget then"
-        return Ceiling(size_bytes=died.limit_bytes, name=budget if died.cause == "budget" else f"memory of {died.device}")
+        budget = marked("budget") if died.limit_bytes == self.budget_bytes else marked("budget then")
+        return Ceiling(
+            size_bytes=died.limit_bytes,
+            name=budget if died.cause == "budget" else marked("memory of {device}").format(device=died.device),
+        )
 
     @property
     def fitted_text(self) -> str:
         """That steps have fitted since one ran out of memory; nothing when none has."""
         if self.death is None or not self.fitted:
             return ""
-        count = f"{self.fitted}" if self.fitted <= EXACT else f"more than {self.fitted - 1:,}"
-        steps = "step" if self.fitted == 1 else "steps"
-        return f"Step {self.death.step:,} ran out of memory; since then {count} {steps} fitted"
+        step = f"{self.death.step:,}"
+        if self.fitted > EXACT:
+            count = f"{self.fitted - 1:,}"
+            return say("Step {step} ran out of memory; since then more than {count} steps fitted", step=step, count=count)
+        return say_number(
+            "Step {step} ran out of memory; since then {count} step fitted",
+            "Step {step} ran out of memory; since then {count} steps fitted",
+            self.fitted,
+            step=step,
+        )
 
     def shown_after(self, before: Sequence[StepProfileLike]) -> tuple[str, ...]:
         """What is to be shown when those `before` were offered until now. A choice holds until there is a newer step; of two the

@@ -1,6 +1,6 @@
 // Shared by all controls; prepended to each. Everything shown is made of elements and text nodes: markup in data stays text.
 
-const NO_KERNEL = "no kernel: run the cell again";
+const NO_KERNEL = say("no kernel: run the cell again");
 const LOST = "amp-widgets-lost";
 
 /** An element with attributes, listeners ("onclick": function) and children; a string child becomes text. */
@@ -48,7 +48,7 @@ function frame(el, title, className) {
   el.classList.add("ampw");
   const titleId = uid();
   let lost = false;
-  const chip = h("span", { class: "ampw-chip", title: "In force from the next step", hidden: true }, "waiting");
+  const chip = h("span", { class: "ampw-chip", title: say("In force from the next step"), hidden: true }, say("waiting"));
   const body = h("div", { class: "ampw-body" });
   const heading = h("div", { class: "ampw-heading" }, h("h3", { id: titleId }, title), chip);
   const section = h("section", { class: `ampw-panel ${className}`, "aria-labelledby": titleId }, heading, body);
@@ -63,7 +63,7 @@ function frame(el, title, className) {
     showLost: () => {
       lost = true;
       chip.textContent = NO_KERNEL;
-      chip.title = "The kernel of this view was restarted or has ended";
+      chip.title = say("The kernel of this view was restarted or has ended");
       chip.hidden = false;
     },
     remove: keepKeys(el),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args
 
 import ipywidgets
@@ -12,6 +12,7 @@ from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.dtype_map import DtypeMap
 from amp_widgets.analysis.inspections import Inspection, InspectionKind
 from amp_widgets.analysis.plan import Plan
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.checks_panel import ChecksState
 from amp_widgets.widgets.checks_tab import ChecksTab
 from amp_widgets.widgets.compare_control import CompareState
@@ -30,6 +31,14 @@ from amp_widgets.widgets.text import not_done_text
 
 Tab = Literal["memory", "gradients", "formats", "checks", "plan", "compare"]
 TABS: tuple[Tab, ...] = get_args(Tab)
+TITLES: Mapping[Tab, str] = {
+    "memory": marked("Memory"),
+    "gradients": marked("Gradients"),
+    "formats": marked("Formats"),
+    "checks": marked("Checks"),
+    "plan": marked("Plan"),
+    "compare": marked("Compare"),
+}
 Panel = MemoryPanel | PlanPanel | GradientPanel | DtypePanel | ChecksTab | ComparePanel
 AnyPanel = TypeVar("AnyPanel", bound=Panel)
 
@@ -71,7 +80,7 @@ class Panels(ipywidgets.Box):
         self._measured = MeasuredSettings()
         self._told: dict[str, Inspection | ComparisonStatus] = {}
         self._locked = False
-        self._bar = TabBar(choose, [(name, name.capitalize()) for name in TABS])
+        self._bar = TabBar(choose, [(name, say(title)) for name, title in TITLES.items()])
         self._panels: dict[Tab, Panel] = {"memory": _in_tab(memory, "memory")}
         super().__init__((self._bar, memory), _dom_classes=("ampw-tabs",))
 
@@ -214,7 +223,7 @@ def _dtype_state(taken: Inspection, why_no_batch: str | None) -> DtypeState:
         pending=taken.pending,
         why_not=taken.why_not,
         available=why_no_batch is None,
-        why_not_available="" if why_no_batch is None else why_no_batch,
+        why_not_available="" if why_no_batch is None else in_language(why_no_batch),
     )
 
 

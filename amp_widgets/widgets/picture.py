@@ -9,6 +9,7 @@ import numpy as np
 
 from amp_widgets.charts.still import picture_html, training_svg
 from amp_widgets.core.history import History
+from amp_widgets.language import in_language
 from amp_widgets.widgets.still import COLUMNS
 
 
@@ -40,11 +41,11 @@ class Picture:
         self._sentence = sentence
 
     def __repr__(self) -> str:
-        return self._sentence
+        return in_language(self._sentence)
 
     def _repr_html_(self) -> str:
         history = self._session.history_so_far
         columns = history.columns(*COLUMNS)
         if not np.size(columns["step"]):
-            return f"<p>{html.escape(self._sentence)}</p>"
-        return picture_html(training_svg(columns, history.events(), memory_source=self._session.memory_source), self._sentence)
+            return f"<p>{html.escape(repr(self))}</p>"
+        return picture_html(training_svg(columns, history.events(), memory_source=self._session.memory_source), repr(self))

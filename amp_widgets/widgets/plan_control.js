@@ -2,7 +2,7 @@ const SETTLES_MS = 350; // after the last move of the slider it is planned for
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "From a budget to a plan", "ampw-plan");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, say("From a budget to a plan"), "ampw-plan");
     const summary = h("span", { class: "ampw-dim" });
     heading.append(summary);
     const fieldId = uid();
@@ -17,30 +17,30 @@ export default {
         else if (event.key === "Escape") { typed = false; draw(); }
       },
     });
-    const slider = h("input", { type: "range", oninput: () => slide(), "aria-label": "Memory budget" });
+    const slider = h("input", { type: "range", oninput: () => slide(), "aria-label": say("Memory budget") });
     const least = h("span", { class: "ampw-dim" });
     const most = h("span", { class: "ampw-dim" });
     const range = h("div", { class: "ampw-plan-range" }, least, slider, most);
     const button = h("button", { type: "button", "aria-describedby": noBatchId, onclick: () => propose() });
-    const cancel = h("button", { type: "button", hidden: true, onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, "Cancel");
+    const cancel = h("button", { type: "button", hidden: true, onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, say("Cancel"));
     const error = h("p", { class: "ampw-sentence ampw-stale", id: errorId, role: "alert", hidden: true });
     const noBatch = h("span", { class: "ampw-dim", id: noBatchId, hidden: true });
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
     const sentence = h("p", { class: "ampw-difference ampw-plan-sentence", role: "status", hidden: true });
     const stale = h("p", { class: "ampw-sentence ampw-stale", hidden: true });
-    const layers = h("ul", { class: "ampw-plan-layers", "aria-label": "Layers of the plan", tabindex: "0" });
+    const layers = h("ul", { class: "ampw-plan-layers", "aria-label": say("Layers of the plan"), tabindex: "0" });
     const use = h("button", { type: "button", class: "ampw-plan-use", onclick: () => asked.ask({ use: true }, { use: "requested" }) });
     const measured = h("span", { class: "ampw-plan-measured", role: "status" });
     const using = h("div", { class: "ampw-choices", hidden: true }, use, measured);
     const others = h("ul", { class: "ampw-plan-others" });
-    const table = h("div", { class: "ampw-plan-scroll", tabindex: "0", role: "region", "aria-label": "Sets of layers" });
+    const table = h("div", { class: "ampw-plan-scroll", tabindex: "0", role: "region", "aria-label": say("Sets of layers") });
     const obtained = h("p", {});
-    const details = h("details", { class: "ampw-plan-details" }, h("summary", {}, "All sets on the curve, and how this was obtained"), table, obtained);
+    const details = h("details", { class: "ampw-plan-details" }, h("summary", {}, say("All sets on the curve, and how this was obtained")), table, obtained);
     body.append(
-      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is planned"),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, say("What is planned")),
         h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
       h("div", { class: "ampw-choices" },
-        h("span", { class: "ampw-choice ampw-plan-field" }, h("label", { for: fieldId }, "Memory budget"), field), range, button, cancel, noBatch),
+        h("span", { class: "ampw-choice ampw-plan-field" }, h("label", { for: fieldId }, say("Memory budget")), field), range, button, cancel, noBatch),
       error, whyNot, sentence, others, stale, layers, using, details);
 
     let typed = false; // something that was not sent yet
@@ -85,7 +85,7 @@ export default {
       });
       others.replaceChildren(...buttons.map(({ item }) => item));
     };
-    const how = (state) => ({ "": "Use", requested: "Requested", "in force": "In force" })[state];
+    const how = (state) => ({ "": say("Use"), requested: say("Requested"), "in force": say("In force") })[state];
 
     const draw = () => {
       const locked = asked.locked();
@@ -103,14 +103,14 @@ export default {
         setText(least, lowText);
         setText(most, highText);
       }
-      setText(button, pending ? "Planning …" : "Propose a plan");
+      setText(button, pending ? say("Planning …") : say("Propose a plan"));
       button.setAttribute("aria-busy", String(pending));
       setOff(button, locked || model.get("why_no_batch") !== "" || (pending && !typed && sliding === null));
       const hideCancel = !pending || locked;
       if (hideCancel && document.activeElement === cancel) button.focus({ preventScroll: true });
       const cancelling = model.get("cancelling") || asked.value("cancel", false);
       setOff(cancel, hideCancel || cancelling);
-      setText(cancel, cancelling ? "Cancelling …" : "Cancel");
+      setText(cancel, cancelling ? say("Cancelling …") : say("Cancel"));
       cancel.hidden = hideCancel; // last, as a text shows it
       setText(error, model.get("budget_error"));
       setText(noBatch, model.get("why_no_batch"));
@@ -125,8 +125,8 @@ export default {
       const planned = model.get("sentence") !== "";
       using.hidden = !planned;
       const state = asked.value("use", model.get("use"));
-      const what = model.get("fits") ? (names.length ? "Use this plan" : "Use this plan: no layer") : "Use these layers";
-      setText(use, state === "" ? what : state === "in force" ? "In force" : "Requested");
+      const what = model.get("fits") ? (names.length ? say("Use this plan") : say("Use this plan: no layer")) : say("Use these layers");
+      setText(use, state === "" ? what : state === "in force" ? say("In force") : say("Requested"));
       setOff(use, locked || state !== "");
       setText(measured, model.get("measured"));
       fillOthers();

@@ -13,12 +13,13 @@ from amp_widgets.core.memory.budget import typed_size
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import SettingsError
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.plan_state import MeasuredPoint, PlanState, came_true_text, measured_points
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
-EXPLAINED = (
+EXPLAINED = marked(
     "A budget says how much memory a step may hold at a time. Proposed are the layers to checkpoint that keep a step within"
     " it and take the least extra time, in the format in force. A step on the newest batch is followed on tensors that have"
     " shapes and no numbers, so that nothing is allocated for it; that tells what each layer holds and when, and so what "
@@ -27,7 +28,7 @@ EXPLAINED = (
     "meanwhile, and all is as before afterwards. The curve shows what each budget would cost; a cross is what steps of the "
     "run came to."
 )
-EXAMPLE = (
+EXAMPLE = marked(
     "In the text demo: press Start, then Propose a plan for the budget that is filled in. Without checkpointing a step "
     "holds 124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside"
     " each other. Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
@@ -58,8 +59,8 @@ class PlanControl(Control):
     _esm = page_script("plan_control", "plain_table")
     _css = page_style("plan_panel")
 
-    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
-    example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True, said=True)
+    example = traitlets.Unicode(EXAMPLE).tag(sync=True, said=True)
     budget_bytes = traitlets.Float(0.0, help="0: none was said.").tag(sync=True)
     budget_text = traitlets.Unicode().tag(sync=True)
     budget_error = traitlets.Unicode().tag(sync=True)
@@ -113,8 +114,8 @@ class PlanControl(Control):
             "pending": inspection.pending,
             "cancelling": inspection.cancelling,
             "why_not": "" if inspection.why_not is None else not_done_text("plan", inspection.why_not),
-            "why_no_batch": "" if state.why_no_batch is None else f"To plan, {state.why_no_batch}.",
-            "caption": "" if plan is None else f"Planned before step {inspection.step:,}",
+            "why_no_batch": "" if state.why_no_batch is None else say("To plan, {why}.", why=in_language(state.why_no_batch)),
+            "caption": "" if plan is None else say("Planned before step {step}", step=f"{inspection.step:,}"),
             **self._suggestion(),
             **self._uses(),
         }
@@ -173,7 +174,7 @@ class PlanControl(Control):
             if found is None or not (math.isfinite(found) and found > 0):
                 raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
         except SettingsError as error:
-            self._put({"budget_text": text, "budget_error": f"Budget: {error}"})
+            self._put({"budget_text": text, "budget_error": say("Budget: {error}", error=in_language(str(error)))})
             return False
         self._put(_budget_traits(found))
         self._on_budget()
@@ -196,7 +197,11 @@ class PlanControl(Control):
         wanted = settings.replace(**names) if names else settings
         stale = ""
         if settings.autocast != plan.autocast:
-            stale = f"This was planned for {plan.autocast}, and {settings.autocast} is in force now: propose a plan again"
+            stale = say(
+                "This was planned for {autocast}, and {autocast2} is in force now: propose a plan again",
+                autocast=plan.autocast,
+                autocast2=settings.autocast,
+            )
         points = self.points
         use = _use({"checkpointed": plan.layers}, settings, wanted)
         measured = came_true_text(
@@ -207,7 +212,7 @@ class PlanControl(Control):
             budget_bytes=plan.budget_bytes,
         )
         if not measured and use == "in force" and not stale:
-            measured = "What is measured stands here after the next step"
+            measured = say("What is measured stands here after the next step")
         return {
             "use": use,
             "measured": measured,
@@ -217,21 +222,31 @@ class PlanControl(Control):
 
     def _alternative(self, one: Alternative, settings: Settings, wanted: Settings, plan: Plan) -> dict[str, Any]:
         """Texts, and whether it is requested or in force; that is None for what is no setting."""
-        fits = "fits" if one.fits else "is still above the budget"
         count = len(one.changes.get("checkpointed", ()))
-        layers = f" with {count} layer{'s' * (count != 1)} checkpointed" if count else ""
+        what = in_language(one.label)
+        if count:
+            what = say_number(
+                "{what} with {count} layer checkpointed", "{what} with {count} layers checkpointed", count, what=what
+            )
+        size = memory_text(one.peak_bytes)
         if one.batch_size is not None:
-            text = f"{one.label}{layers}: predicted {memory_text(one.peak_bytes)}, which {fits}. Change it in your data loader"
-            return {"text": text, "label": one.label, "use": None}
+            said = say("{what}: predicted {size}", what=what, size=size)
+            fits = say("which fits") if one.fits else say("which is still above the budget")
+            text = say("{said}, {fits}. Change it in your data loader", said=said, fits=fits)
+            return {"text": text, "label": in_language(one.label), "use": None}
         autocast = str(one.changes.get("autocast", plan.autocast))
         measured = [
             each
             for each in self._state.measured
             if each.autocast == autocast and set(each.layers) == set(one.changes.get("checkpointed", plan.layers))
         ]
-        came = f", measured {memory_text(measured[-1].peak_bytes)}" if measured and measured[-1].peak_bytes > 0 else ""
-        text = f"{one.label}{layers}: predicted {memory_text(one.peak_bytes)}{came}, which {fits}"
-        return {"text": text, "label": one.label, "use": _use(one.changes, settings, wanted)}
+        if measured and measured[-1].peak_bytes > 0:
+            came = memory_text(measured[-1].peak_bytes)
+            said = say("{what}: predicted {size}, measured {came}", what=what, size=size, came=came)
+        else:
+            said = say("{what}: predicted {size}", what=what, size=size)
+        fits = say("which fits") if one.fits else say("which is still above the budget")
+        return {"text": f"{said}, {fits}", "label": in_language(one.label), "use": _use(one.changes, settings, wanted)}
 
     def __repr__(self) -> str:
         return f"<amp_widgets plan control: {self.sentence or 'nothing planned yet'}>"
@@ -240,15 +255,29 @@ class PlanControl(Control):
 def _plan_traits(plan: Plan | None) -> dict[str, Any]:
     if plan is None:
         return {"sentence": "", "layers": [], "fits": True, "rows": [], "obtained": "", "range": []}
-    sentence = str(plan)
+    sentence = in_language(str(plan))
     return {
         "sentence": sentence[:1].upper() + sentence[1:],
         "layers": list(plan.layers),
         "fits": plan.fits,
-        "rows": [list(row) for row in plan.to_table()],
-        "obtained": f"Chosen by: {plan.chosen_by}. {plan.explanation}",
+        "rows": _in_language(plan.to_table()),
+        "obtained": say(
+            "Chosen by: {how}. {explanation}", how=in_language(plan.chosen_by), explanation=in_language(plan.explanation)
+        ),
         "range": _range(plan),
     }
+
+
+# Words of one of these tables that are in no sentence.
+_HEADINGS = (
+    marked("set"), marked("count"), marked("peak"), marked("obtained"), marked("fits"), marked("extra time"), marked("predicted"),
+    marked("estimate"), marked("yes"), marked("no"), marked("Note: {note}"),
+)  # fmt: skip
+
+
+def _in_language(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A table's texts; names of layers and numbers are none of the catalogue and stay."""
+    return [[in_language(cell) for cell in row] for row in rows]
 
 
 def _range(plan: Plan) -> list[Any]:

@@ -9,12 +9,13 @@ import ipywidgets
 
 from amp_widgets.charts.figure_view import FigureView
 from amp_widgets.charts.pareto import pareto_figure, pareto_sentence
+from amp_widgets.language import marked, say
 from amp_widgets.widgets.plan_control import PlanControl
 from amp_widgets.widgets.plan_state import PlanState
 from amp_widgets.widgets.plan_tables import BatchSizesControl, CudaControl
 from amp_widgets.widgets.state import DashboardState
 
-NOTHING_YET = (
+NOTHING_YET = marked(
     "Nothing was planned yet. What is drawn then: the peak memory of a step with each set of layers, and its extra time."
 )
 
@@ -41,7 +42,7 @@ class PlanPanel(ipywidgets.Box):
     ) -> None:
         self._drawn: Any = None
         self._control = PlanControl(command, request, self._budget_changed, dashboard=dashboard)
-        self._figure = FigureView(note=NOTHING_YET)
+        self._figure = FigureView(note=say(NOTHING_YET))
         self._batches = BatchSizesControl(command, self._budget)
         self._cuda = CudaControl(command)
         self._parts = (self._control, self._batches, self._cuda)
@@ -94,12 +95,12 @@ class PlanPanel(ipywidgets.Box):
             return
         self._drawn = drawn
         if plan is None:
-            self._figure.clear(NOTHING_YET)
+            self._figure.clear(say(NOTHING_YET))
             return
         sentence = pareto_sentence(plan.points, budget_bytes=plan.budget_bytes)
         self._figure.show(
             lambda theme: pareto_figure(plan.points, budget_bytes=plan.budget_bytes, measured=points, title="", theme=theme),
-            label=f"Peak memory and extra time of sets of layers. {sentence}",
+            label=say("Peak memory and extra time of sets of layers. {sentence}", sentence=sentence),
         )
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from amp_widgets.analysis.inspections import Inspection
 from amp_widgets.analysis.plan import CURVE, Plan, PlanPoint
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.language import in_language, say, say_number
 from amp_widgets.widgets.measured_settings import Measured
 from amp_widgets.widgets.text import seconds_text
 
@@ -121,14 +122,32 @@ def came_true_text(
     if point is None:
         return ""
     if math.isnan(point.peak_bytes):
-        return "The memory of the steps with these layers was not measured"
-    within = "within the budget" if point.peak_bytes <= budget_bytes else "above the budget"
-    count = f"{'over ' * (point.steps > 10)}{point.steps - (point.steps > 10):,} step{'s' * (point.steps != 1)}"
-    said = f"Predicted {memory_text(predicted_bytes)}, measured {memory_text(point.peak_bytes)}: {within}, in {count} of the run"
+        return say("The memory of the steps with these layers was not measured")
+    within = say("within the budget") if point.peak_bytes <= budget_bytes else say("above the budget")
+    if point.steps > 10:
+        count = say("over {count} steps", count=f"{point.steps - 1:,}")
+    else:
+        count = say_number("{count} step", "{count} steps", point.steps)
+    said = say(
+        "Predicted {predicted}, measured {measured}: {within}, in {count} of the run",
+        predicted=memory_text(predicted_bytes),
+        measured=memory_text(point.peak_bytes),
+        within=within,
+        count=count,
+    )
     if math.isnan(extra_s) or math.isnan(point.extra_s) or not layers:
         return said
-    without = "without checkpointing" if point.reference == "none" else f"with {point.reference}"
+    alone = point.reference == "none"
     more = point.step_s - point.reference_s
-    change = f"{seconds_text(abs(more))} {'more' if more >= 0 else 'less'}"
-    against = f", predicted {seconds_text(extra_s)} more" if point.reference == "none" else ""
-    return f"{said}. A step took {seconds_text(point.step_s)}, {seconds_text(point.reference_s)} {without}: {change}{against}"
+    values = {
+        "time": seconds_text(point.step_s),
+        "before": seconds_text(point.reference_s),
+        "without": say("without checkpointing") if alone else say("with {layers}", layers=in_language(point.reference)),
+        "change": seconds_text(abs(more)),
+    }
+    if more >= 0:
+        took = say("A step took {time}, {before} {without}: {change} more", **values)
+    else:
+        took = say("A step took {time}, {before} {without}: {change} less", **values)
+    against = say(", predicted {time} more", time=seconds_text(extra_s)) if alone else ""
+    return f"{said}. {took}{against}"

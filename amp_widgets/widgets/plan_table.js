@@ -10,7 +10,7 @@ export default {
     const bar = h("div", {});
     const track = h("div", { class: "ampw-plan-track", role: "progressbar", "aria-label": model.get("title"), "aria-valuemin": 0, "aria-valuemax": 100 }, bar);
     const doing = h("span", {});
-    const cancel = h("button", { type: "button", onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, "Cancel");
+    const cancel = h("button", { type: "button", onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, say("Cancel"));
     const progress = h("div", { class: "ampw-plan-progress", hidden: true }, h("div", {}, doing, track), cancel);
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
     const table = h("div", { class: "ampw-plan-scroll", tabindex: "0", role: "region", "aria-labelledby": titleId });
@@ -18,7 +18,7 @@ export default {
     const notesTitle = h("summary", {});
     const below = h("details", { class: "ampw-plan-details", open: true }, notesTitle, notes);
     body.append(
-      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is predicted"),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, say("What is predicted")),
         h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
       h("div", { class: "ampw-choices" }, ask, confirm, noBatch), progress, whyNot, table, below);
 
@@ -27,7 +27,7 @@ export default {
       const locked = asked.locked();
       const pending = model.get("pending") || asked.value("ask", false);
       const off = locked || pending || model.get("why_no_batch") !== "";
-      setText(ask, pending ? "Predicting …" : model.get("button"));
+      setText(ask, pending ? say("Predicting …") : model.get("button"));
       ask.setAttribute("aria-busy", String(pending));
       setOff(ask, off);
       const hideConfirm = model.get("confirm") === "";
@@ -41,7 +41,7 @@ export default {
       const percent = model.get("pending") ? Math.round(100 * model.get("fraction")) : 0;
       bar.style.width = `${percent}%`;
       track.setAttribute("aria-valuenow", percent);
-      setText(doing, model.get("progress") || "Asked for …");
+      setText(doing, model.get("progress") || say("Asked for …"));
       track.setAttribute("aria-valuetext", doing.textContent);
       setOff(cancel, model.get("cancelling") || asked.value("cancel", false));
       setText(whyNot, model.get("why_not"));

@@ -12,12 +12,13 @@ from amp_widgets.analysis.inspections import Inspection, InspectionKind
 from amp_widgets.analysis.on_cuda import CudaPredictions
 from amp_widgets.analysis.progress_bar import left_text
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.plan_state import PlanState
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
-BATCH_EXPLAINED = (
+BATCH_EXPLAINED = marked(
     "What a step holds grows with the batch, but for the parameters, their gradients and the optimizer's state. For each "
     "format and set of checkpointed layers the largest batch is looked for with which a step stays within the budget above:"
     " steps with other batch sizes are predicted, for which nothing is allocated, until one more row is known to be too "
@@ -25,18 +26,18 @@ BATCH_EXPLAINED = (
     "the run as it was. The run waits meanwhile; it goes on with its own batches, as how large these are is up to your data"
     " loader."
 )
-BATCH_EXAMPLE = (
+BATCH_EXAMPLE = marked(
     "In the text demo the batch is 16. With a budget of 60 MB, 6 fit in fp32, 10 in bf16, and about four times as many "
     "where most layers are checkpointed, too: that is what checkpointing is for where a larger batch is wanted."
 )
-CUDA_EXPLAINED = (
+CUDA_EXPLAINED = marked(
     "There is no GPU here, but much of what a step would need on one is known: which operators CUDA's autocast casts, what "
     "its kernels for attention and dropout keep, and in which blocks its caching allocator hands out memory. Steps are "
     "followed with these rules on tensors without numbers. Allocated is to be compared with "
     "torch.cuda.max_memory_allocated, reserved with torch.cuda.max_memory_reserved. None of it was measured; what is left "
     "out is said below."
 )
-CUDA_EXAMPLE = (
+CUDA_EXAMPLE = marked(
     "In the text demo: press Start, then Predict for CUDA. A step in fp32 comes to 124.8 MB of tensors, 125.8 MB in the "
     "allocator's blocks, and 138.4 MB taken of the device; then compare fp16 with it, with and without checkpointing."
 )
@@ -83,7 +84,7 @@ class TableControl(Control):
         self._command = command
         self._result: Any = None
         super().__init__(_nobody)
-        self._put({"explanation": self.explained, "example": self.exemplified})
+        self._put({"explanation": say(self.explained), "example": say(self.exemplified)})
         self.show(PlanState() if state is None else state)
 
     def show(self, state: PlanState) -> None:
@@ -102,7 +103,9 @@ class TableControl(Control):
                 "fraction": 0.0 if progress is None else round(progress.done / progress.total, 3),
                 "progress": _progress_text(inspection),
                 "why_not": "" if inspection.why_not is None else not_done_text(self.kind, inspection.why_not),
-                "why_no_batch": "" if state.why_no_batch is None else f"For this, {state.why_no_batch}.",
+                "why_no_batch": ""
+                if state.why_no_batch is None
+                else say("For this, {why}.", why=in_language(state.why_no_batch)),
                 "caption": "" if result is None else self._caption(inspection),
             }
         )
@@ -135,7 +138,7 @@ class TableControl(Control):
         raise NotImplementedError
 
     def _caption(self, inspection: Inspection) -> str:
-        return f"Predicted before step {inspection.step:,}"
+        return say("Predicted before step {step}", step=f"{inspection.step:,}")
 
     def __repr__(self) -> str:
         return f"<amp_widgets {self.name} table: {self.progress or self.caption or 'nothing asked for yet'}>"
@@ -158,14 +161,16 @@ class BatchSizesControl(TableControl):
     ) -> None:
         self._budget = budget
         super().__init__(command, state)
-        self._put({"title": "Largest batch", "name": "batches", "words": [0, 5], "notes_title": "Left out"})
+        self._put({"title": say("Largest batch"), "name": "batches", "words": [0, 5], "notes_title": say("Left out")})
         self.show_budget()
 
     def show_budget(self) -> None:
         """The budget is another one."""
         budget = self._budget()
-        suffix = "" if budget is None else f" for {memory_text(budget)}"
-        self._put({"button": f"Find the largest batch{suffix}"})
+        button = say("Find the largest batch")
+        if budget is not None:
+            button = say("Find the largest batch for {size}", size=memory_text(budget))
+        self._put({"button": button})
 
     def close(self) -> None:
         """Close it, and forget whom it asks and what it showed."""
@@ -190,16 +195,18 @@ class BatchSizesControl(TableControl):
         if not isinstance(result, BatchSizes):
             return {"rows": [], "notes": [], "confirm": ""}
         return {
-            "rows": [list(row) for row in result.to_table()],
-            "notes": list(result.notes),
-            "confirm": "Confirm by running" if result.confirmable else "",
+            "rows": [[in_language(cell) for cell in row] for row in result.to_table()],
+            "notes": [in_language(note) for note in result.notes],
+            "confirm": say("Confirm by running") if result.confirmable else "",
         }
 
     def _caption(self, inspection: Inspection) -> str:
         result = inspection.result
         assert isinstance(result, BatchSizes)
-        early = "Cancelled early, predicted" if result.cancelled else "Predicted"
-        return f"{early} for {memory_text(result.budget_bytes)} before step {inspection.step:,}"
+        values = {"size": memory_text(result.budget_bytes), "step": f"{inspection.step:,}"}
+        if result.cancelled:
+            return say("Cancelled early, predicted for {size} before step {step}", **values)
+        return say("Predicted for {size} before step {step}", **values)
 
 
 class CudaControl(TableControl):
@@ -210,8 +217,10 @@ class CudaControl(TableControl):
 
     def __init__(self, command: Callable[..., None], state: PlanState | None = None) -> None:
         super().__init__(command, state)
-        title = "On a GPU (predicted for CUDA, not measured)"
-        self._put({"title": title, "name": "cuda", "button": "Predict for CUDA", "words": [0], "notes_title": "Left out"})
+        title = say("On a GPU (predicted for CUDA, not measured)")
+        self._put(
+            {"title": title, "name": "cuda", "button": say("Predict for CUDA"), "words": [0], "notes_title": say("Left out")}
+        )
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {"gone": state.device.startswith("cuda")}
@@ -222,7 +231,15 @@ class CudaControl(TableControl):
     def _table(self, result: Any) -> dict[str, Any]:
         if not isinstance(result, CudaPredictions):
             return {"rows": [], "notes": []}
-        return {"rows": result.to_rows(), "notes": list(result.left_out)}
+        rows = [[in_language(cell) for cell in row] for row in result.to_rows()]
+        return {"rows": rows, "notes": [in_language(one) for one in result.left_out]}
+
+
+# Words of one of these tables that are in no sentence.
+_HEADINGS = (
+    marked("settings"), marked("batch"), marked("tensors"), marked("allocated"), marked("reserved"), marked("layers"),
+    marked("confirmed"), marked("at least {count}"), marked("with"), marked("by"),
+)  # fmt: skip
 
 
 def _progress_text(inspection: Inspection) -> str:
@@ -230,11 +247,12 @@ def _progress_text(inspection: Inspection) -> str:
         return ""
     progress = inspection.progress
     if inspection.cancelling:
-        return "Ends after the step in progress …"
+        return say("Ends after the step in progress …")
     if progress is None:
-        return "Begins when the step in progress is over …"
-    left = left_text(progress.seconds_left)
-    return f"{progress.doing} · {progress.done + 1} of {progress.total}{left and f' · {left}'}"
+        return say("Begins when the step in progress is over …")
+    left = in_language(left_text(progress.seconds_left))
+    done = say("{shown} of {count}", shown=progress.done + 1, count=progress.total)
+    return " · ".join(filter(None, (in_language(progress.doing), done, left)))
 
 
 def _nobody(*_args: object, **_values: object) -> None:

@@ -1,17 +1,17 @@
 const WORST = "worst";
 const WHAT = [
-  ["output", "what the layer returns"],
-  ["gradient", "the gradient that reaches what it returns"],
-  ["weights", "the gradients of its own parameters"],
+  ["output", say("output"), say("Relative error of what the layer returns, in {format}")],
+  ["gradient", say("gradient"), say("Relative error of the gradient that reaches what it returns, in {format}")],
+  ["weights", say("weights"), say("Relative error of the gradients of its own parameters, in {format}")],
 ];
 // Positions in a row of `rows`.
 const NAME = 0, TYPE = 1, PLACE = 2, WORST_TEXT = 3, BROKEN = 4, CELLS = 5;
 const TEXT_AT = { layer: PLACE, type: TYPE };
-const REFERENCES = [["fp32", "fp32"], ["fp64", "fp64, on a copy of the model"]];
+const REFERENCES = [["fp32", "fp32"], ["fp64", say("fp64, on a copy of the model")]];
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, "What precision costs", "ampw-precision");
+    const { body, heading, titleId, setWaiting, showLost, remove } = frame(el, say("What precision costs"), "ampw-precision");
     const summary = h("span", { class: "ampw-dim", role: "status" });
     heading.append(summary);
     const measure = h("button", { type: "button", onclick: () => asked.ask({ measure: true }, { measure: true }) });
@@ -26,15 +26,15 @@ export default {
     const sentences = h("ul", { class: "ampw-notes" });
     const filter = filterField(
       model, (message) => asked.ask(message),
-      "Part of a layer's name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between.");
-    const scale = h("span", { class: "ampw-dim ampw-scale" }, "The bars are logarithmic: from 1e-8 to 1, each factor of ten is an eighth of the width");
+      say("Part of a layer's name, or a pattern: * stands for one part of a dotted name, ** for any number of parts. Several with spaces between."));
+    const scale = h("span", { class: "ampw-dim ampw-scale" }, say("The bars are logarithmic: from 1e-8 to 1, each factor of ten is an eighth of the width"));
     const place = h("div");
     const nothing = h("p", { class: "ampw-sentence", hidden: true });
     const line = h("div", { class: "ampw-choices" }, filter.element, scale);
     body.append(
-      h("details", { class: "ampw-explained", open: true }, h("summary", {}, "What is measured"),
+      h("details", { class: "ampw-explained", open: true }, h("summary", {}, say("What is measured")),
         h("p", {}, model.get("explanation")), h("p", {}, model.get("example"))),
-      h("div", { class: "ampw-choices" }, measure, h("span", { class: "ampw-choice" }, h("label", { for: referenceId }, "compared with"), reference), caption),
+      h("div", { class: "ampw-choices" }, measure, h("span", { class: "ampw-choice" }, h("label", { for: referenceId }, say("compared with")), reference), caption),
       noBatch, whyNot, stale, sentences, line, place, nothing);
 
     let rows = null;
@@ -47,10 +47,10 @@ export default {
 
     const makeTable = () => {
       table?.shown.remove();
-      const columns = [["layer", "layer", "In the order of the model", false], ["type", "type", "The class of the layer", false], [WORST, "worst", "The largest of its errors; first of all come layers with inf or NaN", true]];
-      for (const format of formats) for (const [what, meaning] of WHAT) columns.push([`${format} ${what}`, label(format, what), `Relative error of ${meaning}, in ${format}`, true]);
+      const columns = [["layer", say("layer"), say("In the order of the model"), false], ["type", say("type"), say("The class of the layer"), false], [WORST, say("worst"), say("The largest of its errors; first of all come layers with inf or NaN"), true]];
+      for (const format of formats) for (const [what, word, meaning] of WHAT) columns.push([`${format} ${what}`, label(format, word), say(meaning, { format }), true]);
       const heads = sortHeads(columns, WORST, true, () => arrange(false));
-      const check = h("th", { scope: "col", class: "ampw-check" }, h("span", { class: "ampw-dim", title: "Keep in FP32" }, "FP32"));
+      const check = h("th", { scope: "col", class: "ampw-check" }, h("span", { class: "ampw-dim", title: say("Keep in FP32") }, "FP32"));
       const made = scrolledTable(titleId, check, ...heads.cells);
       const shown = virtualRows(made.view, layerRow, rowSpacer(columns.length + 1), () => drawTicks());
       made.lines.append(...shown.ends);
@@ -78,7 +78,7 @@ export default {
       const row = rows[position];
       const name = row[NAME];
       const whyNot = model.get("reasons")[position];
-      const box = tickBox(name, `keep ${name} in FP32`, asked.ask);
+      const box = tickBox(name, say("keep {name} in FP32", { name }), asked.ask);
       const cells = row[CELLS].map(([, text, length], i) => {
         const start = i % WHAT.length === 0 ? " ampw-group" : "";
         return h("td", { class: `ampw-number ampw-error-bar${start}`, "data-format": formats[Math.floor(i / WHAT.length)], style: `--ampw-length: ${length}%` }, text);
@@ -91,7 +91,7 @@ export default {
       return { element, box, name, whyNot };
     };
     const drawTicks = () => {
-      drawTickBoxes(table.shown.made, asked, ticked, inForce, (name) => `Keep ${name} in FP32`);
+      drawTickBoxes(table.shown.made, asked, ticked, inForce, (name) => say("Keep {name} in FP32", { name }));
       table.stop.draw();
     };
 
@@ -109,10 +109,10 @@ export default {
       filter.draw(locked, asked.whyLocked());
       line.hidden = !rows.length;
       place.hidden = !order.length;
-      setText(nothing, order.length ? "" : rows.length ? `No layer matches ${model.get("pattern")}` : "Nothing was measured yet. What is listed then: every layer, and how far it is off in each format");
-      setText(summary, !rows.length ? "" : matching ? `${order.length} of ${rows.length} layers` : `${rows.length} layers`);
+      setText(nothing, order.length ? "" : rows.length ? say("No layer matches {pattern}", { pattern: model.get("pattern") }) : say("Nothing was measured yet. What is listed then: every layer, and how far it is off in each format"));
+      setText(summary, !rows.length ? "" : matching ? say("{shown} of {count} layers", { shown: order.length, count: rows.length }) : say("{count} layers", { count: rows.length }));
       const waits = model.get("pending") || asked.value("measure", false);
-      setText(measure, waits ? "Measuring at the next step …" : rows.length ? "Measure precision again" : "Measure precision");
+      setText(measure, waits ? say("Measuring at the next step …") : rows.length ? say("Measure precision again") : say("Measure precision"));
       measure.setAttribute("aria-busy", String(waits));
       setOff(measure, locked || waits || model.get("why_no_batch") !== "");
       setText(noBatch, model.get("why_no_batch"));

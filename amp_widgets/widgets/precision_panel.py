@@ -13,6 +13,7 @@ from amp_widgets.analysis.inspections import Inspection, InspectionKind
 from amp_widgets.analysis.precision import LayerPrecision, PrecisionReport
 from amp_widgets.analysis.relative_error import error_text
 from amp_widgets.core.settings import Settings
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.layer_table import matches
 from amp_widgets.widgets.state import DashboardState
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Reference = Literal["fp32", "fp64"]
 KINDS: Mapping[Reference, InspectionKind] = {"fp32": "precision", "fp64": "precision_fp64"}
 """What is asked for, by the format of the reference."""
-EXPLAINED = (
+EXPLAINED = marked(
     "fp16 has 11 significant bits and bf16 has 8, so that each rounding is off by up to 2^-11 and 2^-8 of a number; fp32 has 24. "
     "What that comes to is measured on the newest batch: with the same weights and random numbers it is run in each format and "
     "once in a wider one, and every layer is compared. An error of 1e-2 says that the difference is as large as 1 % of the "
@@ -34,7 +35,7 @@ EXPLAINED = (
     "precision is lost in it: ticked on the left, it is kept in FP32 from the next step on. Measure again to see what it helps. "
     "Nothing is trained by it, and all is as before afterwards."
 )
-EXAMPLE = (
+EXAMPLE = marked(
     "In the digits demo: press Start, then Measure precision. Outputs in bf16 are some eight times as far off as in fp16: it has "
     "three bits less. Sorted by layer, the errors of outputs grow from the stem to the last block; those of gradients the other "
     "way. Tick stem and layers.0 and measure again: what these two give is exact now, and the errors begin behind them."
@@ -79,8 +80,8 @@ class PrecisionPanel(Control):
     _esm = page_script("precision_panel", "virtual_table")
     _css = page_style("virtual_table", "precision_panel")
 
-    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True)
-    example = traitlets.Unicode(EXAMPLE).tag(sync=True)
+    explanation = traitlets.Unicode(EXPLAINED).tag(sync=True, said=True)
+    example = traitlets.Unicode(EXAMPLE).tag(sync=True, said=True)
     reference = traitlets.Unicode("fp32", help="Against what is measured, and what is shown.").tag(sync=True)
     formats: traitlets.List[Any] = traitlets.List(help="Of the columns.").tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List(help="Of each layer what `_row` says, worst first.").tag(sync=True)
@@ -125,8 +126,14 @@ class PrecisionPanel(Control):
         values: dict[str, Any] = {
             "pending": inspection.pending,
             "why_not": "" if inspection.why_not is None else not_done_text(kind, inspection.why_not),
-            "why_no_batch": "" if state.why_no_batch is None else f"To measure precision {state.why_no_batch}.",
-            "caption": "" if report is None else f"Relative errors against {report.reference}, before step {inspection.step:,}",
+            "why_no_batch": ""
+            if state.why_no_batch is None
+            else say("To measure precision {why}.", why=in_language(state.why_no_batch)),
+            "caption": ""
+            if report is None
+            else say(
+                "Relative errors against {reference}, before step {step}", reference=report.reference, step=f"{inspection.step:,}"
+            ),
         }
         if report is not self._report:
             self._report = report
@@ -176,9 +183,11 @@ class PrecisionPanel(Control):
         return {
             "formats": formats,
             "rows": [_row(found, formats, order.get(name, len(order))) for name, found in layers.items()],
-            "reasons": ["" if name in self._order else _THE_MODEL if name == _MODEL else _NOT_HERE for name in self._names],
+            "reasons": [
+                "" if name in self._order else say(_THE_MODEL) if name == _MODEL else say(_NOT_HERE) for name in self._names
+            ],
             "matching": self._matching(self.pattern),
-            "sentences": [] if report is None else list(report.sentences),
+            "sentences": [] if report is None else [in_language(one) for one in report.sentences],
             **self._ticks(),
         }
 
@@ -200,15 +209,15 @@ class PrecisionPanel(Control):
         report, now = self._report, self._settings
         if report is None or now is None or report.fp32_layers == now.fp32_layers:
             return ""
-        return "Since this was measured other layers are kept in FP32: measure again to see what that changes"
+        return say("Since this was measured other layers are kept in FP32: measure again to see what that changes")
 
     def __repr__(self) -> str:
         return f"<amp_widgets precision panel: {self.caption or 'nothing measured yet'}>"
 
 
 _MODEL = "(model)"
-_THE_MODEL = "the model itself: choose fp32 as autocast"
-_NOT_HERE = "it is no layer that can be switched"
+_THE_MODEL = marked("the model itself: choose fp32 as autocast")
+_NOT_HERE = marked("it is no layer that can be switched")
 _WORST_POSSIBLE = 1e300  # JSON has no inf
 
 
@@ -220,10 +229,14 @@ def _row(found: Mapping[str, LayerPrecision], formats: Iterable[str], position: 
         name: (layer.output_error, layer.gradient_error, layer.parameter_error) if (layer := found.get(name)) else (math.nan,) * 3
         for name in formats
     }
-    broken = [f"{layer.format}: {layer.nonfinite:,} inf or NaN" for layer in found.values() if layer.nonfinite]
+    broken = [
+        say("{format}: {count} inf or NaN", format=layer.format, count=f"{layer.nonfinite:,}")
+        for layer in found.values()
+        if layer.nonfinite
+    ]
     worst = max((layer.worst_error for layer in found.values() if layer.worst_error >= 0), default=math.nan)
     cells = [_cell(error) for name in formats for error in errors[name]]
-    return [one.name, one.type, position, "inf or NaN" if broken else error_text(worst), "; ".join(broken), cells]
+    return [one.name, one.type, position, say("inf or NaN") if broken else error_text(worst), "; ".join(broken), cells]
 
 
 def _cell(error: float) -> list[Any]:

@@ -11,6 +11,7 @@ import traitlets
 
 from amp_widgets import kernel
 from amp_widgets.errors import QuestionError
+from amp_widgets.language import in_language, say
 from amp_widgets.widgets import question_text as says
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.question_text import Value, read_guess, read_measured, value_text, verdict
@@ -29,8 +30,8 @@ class Answer(Control):
     _esm = page_script("answer")
     _css = _STYLE
 
-    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True)
-    waiting = traitlets.Unicode(says.WAITING, help="In place of the answer, or nothing.").tag(sync=True)
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True, said=True)
+    waiting = traitlets.Unicode(says.WAITING, help="In place of the answer, or nothing.").tag(sync=True, said=True)
     said = traitlets.Unicode(help="The guess, and what was measured.").tag(sync=True)
     verdict = traitlets.Unicode(help="How far off the guess is.").tag(sync=True)
     tone = traitlets.Unicode(help="good or warn: goes with the verdict, which says it in words.").tag(sync=True)
@@ -58,10 +59,10 @@ class Answer(Control):
         """
         self._kept = tuple(filter(None, (value_text(measured, unit), why, more)))
         if guess is None:
-            self._put({"waiting": says.WAITING, "said": "", "verdict": "", "tone": "", "why": "", "more": ""})
+            self._put({"waiting": say(says.WAITING), "said": "", "verdict": "", "tone": "", "why": "", "more": ""})
             return
         far = verdict(guess, measured, unit, within=within)
-        said = says.SAID.format(guess=value_text(guess, unit), measured=value_text(measured, unit))
+        said = say(says.SAID, guess=value_text(guess, unit), measured=value_text(measured, unit))
         self._put({"waiting": "", "said": said, "verdict": far.sentence, "tone": far.tone, "why": why, "more": more})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Question(Control):
     _esm = page_script("question")
     _css = _STYLE
 
-    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True)
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True, said=True)
     text = traitlets.Unicode().tag(sync=True)
     unit = traitlets.Unicode().tag(sync=True)
     choices: traitlets.List[Any] = traitlets.List().tag(sync=True)
@@ -124,7 +125,7 @@ class Question(Control):
         self._measured: tuple[Value, str, str] | None = None
         self._answer = Answer()
         self._listeners: list[Callable[[], None]] = []
-        self._put({"text": spoken(text), "unit": unit, "choices": chosen, "note": says.NO_GUESS})
+        self._put({"text": spoken(text), "unit": unit, "choices": chosen, "note": say(says.NO_GUESS)})
 
     @property
     def guessed(self) -> Value | None:
@@ -192,9 +193,9 @@ class Question(Control):
 
     def _show(self) -> None:
         settled = self._guess is not None and self._measured is not None
-        note = says.NO_GUESS
+        note = say(says.NO_GUESS)
         if self._guess is not None:
-            note = (says.SETTLED if settled else says.GUESSED).format(guess=value_text(self._guess, self.unit))
+            note = say(says.SETTLED if settled else says.GUESSED, guess=value_text(self._guess, self.unit))
         self._put({"note": note, "settled": settled})
         if self._measured is not None:
             measured, why, more = self._measured
@@ -210,7 +211,7 @@ class Question(Control):
         try:
             self.guess(value)
         except QuestionError as error:
-            self._put({"problem": str(error)})
+            self._put({"problem": in_language(str(error))})
 
     def __repr__(self) -> str:
         return f"{self.text} {self.note}"

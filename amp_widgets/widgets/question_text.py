@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from amp_widgets.errors import FormatError, QuestionError
+from amp_widgets.language import marked, say
 from amp_widgets.widgets.typed_number import typed_number
 
 Value = float | str
@@ -15,32 +16,32 @@ Tone = Literal["good", "warn"]
 
 # Every sentence for people is one of these, whole, with named placeholders.
 PAGE_WORDS: Mapping[str, str] = {
-    "question_title": "Predict first",
-    "number_label": "Your guess",
-    "guess": "Guess",
-    "change": "Change the guess",
-    "answer_title": "Measured",
-    "more": "More about it",
+    "question_title": marked("Predict first"),
+    "number_label": marked("Your guess"),
+    "guess": marked("Guess"),
+    "change": marked("Change the guess"),
+    "answer_title": marked("Measured"),
+    "more": marked("More about it"),
 }
 """What the page writes by itself."""
-NO_GUESS = "Give a guess; then the answer is shown."
-GUESSED = "Your guess: {guess}. You can change it until the answer is shown."
-SETTLED = "Your guess: {guess}."
-WAITING = "Give a guess above, then the answer is shown here."
-SAID = "You said {guess}; measured: {measured}."
-RIGHT = "Right."
-OTHER = "Your guess is not what was measured."
-TIMES_LOW = "Your guess is {times} times too low."
-TIMES_HIGH = "Your guess is {times} times too high."
-POINTS_LOW = "Your guess is {points} percentage points too low."
-POINTS_HIGH = "Your guess is {points} percentage points too high."
-LOW = "Your guess is {difference} too low."
-HIGH = "Your guess is {difference} too high."
+NO_GUESS = marked("Give a guess; then the answer is shown.")
+GUESSED = marked("Your guess: {guess}. You can change it until the answer is shown.")
+SETTLED = marked("Your guess: {guess}.")
+WAITING = marked("Give a guess above, then the answer is shown here.")
+SAID = marked("You said {guess}; measured: {measured}.")
+RIGHT = marked("Right.")
+OTHER = marked("Your guess is not what was measured.")
+TIMES_LOW = marked("Your guess is {times} times too low.")
+TIMES_HIGH = marked("Your guess is {times} times too high.")
+POINTS_LOW = marked("Your guess is {points} percentage points too low.")
+POINTS_HIGH = marked("Your guess is {points} percentage points too high.")
+LOW = marked("Your guess is {difference} too low.")
+HIGH = marked("Your guess is {difference} too high.")
 QUANTITY = "{number} {unit}"
-NO_CHOICE = "got {got!r}, expected one of {choices}"
-MEASURED_NO_CHOICE = "measured: got {got!r}, expected one of the question's choices: {choices}"
-MEASURED_NO_NUMBER = "measured: got {got!r}, expected a number, as the question asks for one"
-SHOWN_ALREADY = "the answer is shown already: a guess can be changed until then"
+NO_CHOICE = marked("got {got}, expected one of {choices}")
+MEASURED_NO_CHOICE = marked("measured: got {got}, expected one of the question's choices: {choices}")
+MEASURED_NO_NUMBER = marked("measured: got {got}, expected a number, as the question asks for one")
+SHOWN_ALREADY = marked("the answer is shown already: a guess can be changed until then")
 
 PERCENT = "%"
 TIMES_FROM = 2.0
@@ -71,7 +72,7 @@ def read_guess(value: Value, unit: str, choices: Sequence[str]) -> Value:
     """
     if choices:
         if value not in choices:
-            raise QuestionError(NO_CHOICE.format(got=value, choices=", ".join(map(repr, choices))))
+            raise QuestionError(NO_CHOICE.format(got=repr(value), choices=", ".join(map(repr, choices))))
         return value
     if not isinstance(value, str):
         return _number(value)
@@ -95,12 +96,12 @@ def read_measured(value: object, choices: Sequence[str]) -> Value:
     """
     if choices:
         if not isinstance(value, str) or value not in choices:
-            raise QuestionError(MEASURED_NO_CHOICE.format(got=value, choices=", ".join(map(repr, choices))))
+            raise QuestionError(MEASURED_NO_CHOICE.format(got=repr(value), choices=", ".join(map(repr, choices))))
         return value
     try:
         return _number(value)
     except QuestionError:
-        raise QuestionError(MEASURED_NO_NUMBER.format(got=value)) from None
+        raise QuestionError(MEASURED_NO_NUMBER.format(got=repr(value))) from None
 
 
 def value_text(value: Value, unit: str) -> str:
@@ -115,7 +116,7 @@ def value_text(value: Value, unit: str) -> str:
         number = f"{int(value):,}"
     else:
         number = f"{value:.3g}" if not 999.5 <= abs(value) < 1e15 else f"{value:,.0f}"
-    return QUANTITY.format(number=number, unit=unit) if unit else number
+    return say(QUANTITY, number=number, unit=unit) if unit else number
 
 
 def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | None = None) -> Verdict:
@@ -131,21 +132,21 @@ def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | No
     ('Your guess is 2.2 times too low.', 'Your guess is 12 percentage points too high.', 'Your guess is 1 too high.')
     """
     if isinstance(guess, str) or isinstance(measured, str):
-        return Verdict(RIGHT, "good") if guess == measured else Verdict(OTHER, "warn")
+        return Verdict(say(RIGHT), "good") if guess == measured else Verdict(say(OTHER), "warn")
     if guess == measured or (math.isnan(guess) and math.isnan(measured)):
-        return Verdict(RIGHT, "good")
+        return Verdict(say(RIGHT), "good")
     difference = abs(guess - measured)
     if not math.isfinite(difference):
-        return Verdict(OTHER, "warn")
+        return Verdict(say(OTHER), "warn")
     if difference <= _allowed(measured, unit, within):
-        return Verdict(RIGHT, "good")
+        return Verdict(say(RIGHT), "good")
     low = guess < measured
     small, large = sorted((guess, measured))
     if small > 0 and large >= TIMES_FROM * small:
-        return Verdict((TIMES_LOW if low else TIMES_HIGH).format(times=_short(large / small)), "warn")
+        return Verdict(say(TIMES_LOW if low else TIMES_HIGH, times=_short(large / small)), "warn")
     if unit == PERCENT:
-        return Verdict((POINTS_LOW if low else POINTS_HIGH).format(points=_short(difference)), "warn")
-    return Verdict((LOW if low else HIGH).format(difference=value_text(_whole(difference), "")), "warn")
+        return Verdict(say(POINTS_LOW if low else POINTS_HIGH, points=_short(difference)), "warn")
+    return Verdict(say(LOW if low else HIGH, difference=value_text(_whole(difference), "")), "warn")
 
 
 def _allowed(measured: float, unit: str, within: float | None) -> float:

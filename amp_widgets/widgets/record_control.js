@@ -1,10 +1,10 @@
 export default {
   render({ model, el }) {
-    const { body, showLost, remove } = frame(el, "Recording", "ampw-record");
+    const { body, showLost, remove } = frame(el, say("Recording"), "ampw-record");
     const fieldId = uid();
     const field = h("input", {
       type: "text", id: fieldId, autocomplete: "off", spellcheck: "false",
-      title: "Name of a new file, in the folder of the notebook where none is named. A file that exists is never overwritten",
+      title: say("Name of a new file, in the folder of the notebook where none is named. A file that exists is never overwritten"),
       onkeydown: (event) => {
         if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.altKey) return;
         event.preventDefault();
@@ -17,13 +17,13 @@ export default {
       pressed = field.value;
       asked.ask({ record: pressed });
     };
-    const button = h("button", { type: "button", title: "Write the run to this file as it happens, from its first step on", onclick: record },
-      h("span", { class: "ampw-red", "aria-hidden": "true" }), h("span", {}, "Record"));
-    const choose = h("div", { class: "ampw-pattern" }, h("label", { for: fieldId }, "File"), field, button);
-    const stop = h("button", { type: "button", title: "Write what is left, and let go of the file", onclick: () => asked.ask({ stop: true }) }, "Stop recording");
+    const button = h("button", { type: "button", title: say("Write the run to this file as it happens, from its first step on"), onclick: record },
+      h("span", { class: "ampw-red", "aria-hidden": "true" }), h("span", {}, say("Record")));
+    const choose = h("div", { class: "ampw-pattern" }, h("label", { for: fieldId }, say("File")), field, button);
+    const stop = h("button", { type: "button", title: say("Write what is left, and let go of the file"), onclick: () => asked.ask({ stop: true }) }, say("Stop recording"));
     const where = h("span", { class: "ampw-where", role: "status" });
     const dot = h("span", { class: "ampw-red", "aria-hidden": "true" });
-    const how = h("p", { class: "ampw-sentence" }, "To see it again: ", h("code", {}, ""));
+    const how = h("p", { class: "ampw-sentence" }, say("To see it again:"), " ", h("code", {}, ""));
     body.append(choose, h("div", { class: "ampw-choices" }, h("span", { class: "ampw-choice" }, dot, where), stop), how);
 
     let offered = null;

@@ -10,6 +10,7 @@ from typing import Any
 
 import traitlets
 
+from amp_widgets.language import say
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import bytes_text
@@ -83,7 +84,10 @@ class RecordControl(Control):
         before, self._shown = self._shown, state
         path = state.path or state.kept
         size = bytes_text(state.size_bytes)
-        sentence = "" if path is None else f"to {path.name}, {size}" if state.path else f"{path.name} is kept, {size}"
+        sentence = ""
+        if path is not None:
+            values = {"file": path.name, "size": size}
+            sentence = say("to {file}, {size}", **values) if state.path else say("{file} is kept, {size}", **values)
         traits: dict[str, Any] = {
             "recording": state.path is not None,
             "sentence": sentence,

@@ -17,6 +17,7 @@ from amp_widgets.core.history import COLUMNS, Cursor, Event
 from amp_widgets.core.memory.profile import StepProfile
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RecordingError, SettingsError
+from amp_widgets.language import say
 from amp_widgets.recording.run import Run
 from amp_widgets.recording.settings_course import settings_in_force
 from amp_widgets.widgets.state import DashboardState
@@ -175,7 +176,7 @@ class Course:
             "layers": self._layers,
             "device": _text(facts.get("device")),
             "torch_version": _text(_mapping(facts.get("packages")).get("torch")),
-            "memory_source": _text(facts.get("memory_source")) or "not known",
+            "memory_source": _text(facts.get("memory_source")) or say("not known"),
             "last_rejection": self._rejection_at(row),
             "notes": self._notes,
         }
@@ -418,13 +419,18 @@ def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
     ]
     system = _text(facts.get("system"))
     began = _when(_text(facts.get("began")))
-    parts = [f"Recorded{began}", *([f"with {', '.join(made)}"] if made else []), *([f"on {system}"] if system else [])]
-    return (f"{' '.join(parts)}.",) if len(parts) > 1 or began else ()
+    values = {
+        "when": began,
+        "packages": say(" with {packages}", packages=", ".join(made)) if made else "",
+        "system": say(" on {system}", system=system) if system else "",
+    }
+    return (say("Recorded{when}{packages}{system}.", **values),) if any(values.values()) else ()
 
 
 def _when(text: str) -> str:
     try:
-        return f" on {datetime.datetime.fromisoformat(text).astimezone(datetime.UTC):%Y-%m-%d at %H:%M} UTC"
+        at = datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
+        return say(" on {date} at {time} UTC", date=f"{at:%Y-%m-%d}", time=f"{at:%H:%M}")
     except (ValueError, OverflowError):
         return ""
 

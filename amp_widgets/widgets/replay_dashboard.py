@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,6 +14,7 @@ import ipywidgets
 
 from amp_widgets.charts.live import TrainingChart
 from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.recording.run import Run
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
@@ -40,14 +41,19 @@ FOLLOW_S = 0.5
 REST_S = 0.5
 """Seconds between two looks when nothing has moved for `CALM_S`: until then, the chart may have been too busy to be told."""
 CALM_S = 2.0
-WHY_LOCKED = "this is a replay"
-SENTENCE = (
-    "A replay of {}, not live: what the controls show was in force in the step that is shown, and cannot be changed. "
+WHY_LOCKED = marked("this is a replay")
+SENTENCE = marked(
+    "A replay of {file}, not live: what the controls show was in force in the step that is shown, and cannot be changed. "
     "Pauses of the run are passed over."
 )
 
 Tab = Literal["events", "memory", "gradients"]
 TABS: tuple[Tab, ...] = get_args(Tab)
+TITLES: Mapping[Tab, str] = {
+    "events": marked("Events"),
+    "memory": marked("Memory"),
+    "gradients": marked("Gradients"),
+}
 
 
 class Chart(Protocol):
@@ -109,20 +115,20 @@ class ReplayDashboard(DashboardBox):
         self._memory = MemoryState(trains=False, profiles=course.profiles_at(self._playback.row))
         self._still = Still(clock)
         self._status = ReplayStatus(self._views_changed, self._shown, self._stands, still=self._still.name, model=_model_of(run))
-        self._transport = Transport(self._move, self._stands, sentence=SENTENCE.format(run.path.name))
+        self._transport = Transport(self._move, self._stands, sentence=say(SENTENCE, file=run.path.name))
         self._transport.mark(course.events(course.events_at(course.rows - 1)))
         self._controls: tuple[Control, ...] = tuple(
             kind(_nothing, self._shown) for kind in (AutocastControl, ScalerControl, LayersControl)
         )
         for control in self._controls:
-            control.lock(WHY_LOCKED)
+            control.lock(say(WHY_LOCKED))
         self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
         add_class = getattr(self._chart, "add_class", None)
         if add_class is not None:
             add_class("ampw-chart")
         column = ipywidgets.VBox(self._controls, _dom_classes=("ampw-controls",))
         columns = ipywidgets.Box((column, self._chart), _dom_classes=("ampw-columns",))
-        self._bar = TabBar(self._select, [(name, name.capitalize()) for name in TABS])
+        self._bar = TabBar(self._select, [(name, say(title)) for name, title in TITLES.items()])
         self._events = EventsTable(self._move)
         self._panel = MemoryPanel(self._memory_command, _nothing, self._memory, self._shown, recorded=True)
         self._gradients = GradientPanel(_nothing, _nothing, dashboard=self._shown, recorded=True)
@@ -206,14 +212,16 @@ class ReplayDashboard(DashboardBox):
         try:
             state = course.state_at(row)
         except AmpWidgetsError as error:
-            self._complaint = str(error)
+            self._complaint = in_language(str(error))
             state = self._shown
         try:
             if not self._history.grow(row):
                 self._history = course.history_at(row)
             self._chart.pull(self._history)
         except Exception as error:  # shown, not lost: this runs on a thread of ours
-            self._complaint = f"The chart cannot be drawn: {type(error).__name__}: {error}"
+            self._complaint = say(
+                "The chart cannot be drawn: {name}: {error}", name=type(error).__name__, error=in_language(str(error))
+            )
         self._show_tab()
         if self._complaint is not None:
             state = dataclasses.replace(state, complaint=self._complaint)
@@ -243,9 +251,11 @@ class ReplayDashboard(DashboardBox):
             elif self._tab == "gradients":
                 self._gradients.show(GradientState(range=course.gradients_at(row), trains=False))
         except AmpWidgetsError as error:
-            self._complaint = str(error)
+            self._complaint = in_language(str(error))
         except Exception as error:
-            self._complaint = f"What is in the tab cannot be shown: {type(error).__name__}: {error}"
+            self._complaint = say(
+                "What is in the tab cannot be shown: {name}: {error}", name=type(error).__name__, error=in_language(str(error))
+            )
 
     def _follow_file(self) -> None:
         """Read what was written since, when it is time and the file is followed."""
@@ -260,7 +270,7 @@ class ReplayDashboard(DashboardBox):
             if course.refresh():
                 self._transport.mark(course.events(course.events_at(course.rows - 1)))
         except AmpWidgetsError as error:
-            self._complaint = str(error)
+            self._complaint = in_language(str(error))
             self._playback.pause()
 
     # ---- from the page ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from amp_widgets.language import say
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.status_line import StatusLine
 from amp_widgets.widgets.transport import TransportState
@@ -37,20 +38,21 @@ class ReplayStatus(StatusLine):
 
     def show_closed(self) -> None:
         """Show that there is nothing left to move through."""
-        self._put({"word": "closed", "tone": "idle", "locked": True})
+        self._put({"word": say("closed"), "tone": "idle", "locked": True})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         traits = super()._traits_for(state)
         stands = self._stands
         number, *others = traits["numbers"]
         if stands.step >= 0:
-            skipped = f" · {state.skipped_steps:,} skipped" if state.skipped_steps else ""
-            number = ["Step", f"{stands.step:,}", f"of {stands.last:,}{skipped}"]
+            of = say("of {last}", last=f"{stands.last:,}")
+            skipped = f" · {say('{count} skipped', count=f'{state.skipped_steps:,}')}" if state.skipped_steps else ""
+            number = [say("Step"), f"{stands.step:,}", of + skipped]
         word, tone = _words(stands)
         return traits | {
             "word": word,
             "tone": tone,
-            "in_force_label": "In force in this step" if stands.step >= 0 else "In force",
+            "in_force_label": say("In force in this step") if stands.step >= 0 else say("In force"),
             "machine": " · ".join(filter(None, (self._model, traits["machine"]))),
             "numbers": [number, *others],
         }
@@ -58,9 +60,9 @@ class ReplayStatus(StatusLine):
 
 def _words(stands: TransportState) -> tuple[str, str]:
     if stands.mode == "playing":
-        return "replaying", "active"
+        return say("replaying"), "active"
     if stands.mode == "following":
-        return "following", "active"
+        return say("following"), "active"
     if stands.step < 0:
-        return "no steps", "idle"
-    return ("replay, at the end", "done") if stands.at_end else ("replay, paused", "waiting")
+        return say("no steps"), "idle"
+    return (say("replay, at the end"), "done") if stands.at_end else (say("replay, paused"), "waiting")

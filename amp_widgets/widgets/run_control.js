@@ -1,18 +1,18 @@
 const RUN_COMMANDS = [
-  ["start", "Start", "M4 2.5v11l9-5.5z"],
-  ["pause", "Pause", "M4 3h3v10H4zM9 3h3v10H9z"],
-  ["resume", "Resume", "M3 3h2v10H3zM7 3v10l7-5z"],
-  ["single_step", "Single step", "M3 3v10l7-5zM11 3h2v10h-2z"],
-  ["stop", "Stop", "M3.5 3.5h9v9h-9z"],
-  ["reset", "Reset", "M8 3V0.8L4.2 4 8 7.2V5a3.5 3.5 0 1 1-3.5 3.5h-2A5.500 5.500 0 1 0 8 3z"],
+  ["start", say("Start"), "M4 2.5v11l9-5.5z"],
+  ["pause", say("Pause"), "M4 3h3v10H4zM9 3h3v10H9z"],
+  ["resume", say("Resume"), "M3 3h2v10H3zM7 3v10l7-5z"],
+  ["single_step", say("Single step"), "M3 3v10l7-5zM11 3h2v10h-2z"],
+  ["stop", say("Stop"), "M3.5 3.5h9v9h-9z"],
+  ["reset", say("Reset"), "M8 3V0.8L4.2 4 8 7.2V5a3.5 3.5 0 1 1-3.5 3.5h-2A5.500 5.500 0 1 0 8 3z"],
 ];
-const RUN_TITLES = { reset: "Reset to the first weights", single_step: "Run one step, then pause" };
+const RUN_TITLES = { reset: say("Reset to the first weights"), single_step: say("Run one step, then pause") };
 
 export default {
   render({ model, el }) {
-    const { body, showLost, remove } = frame(el, "Run", "ampw-run");
+    const { body, showLost, remove } = frame(el, say("Run"), "ampw-run");
     const sentence = h("p", { class: "ampw-sentence" });
-    const group = h("div", { class: "ampw-buttons", role: "group", "aria-label": "Run" });
+    const group = h("div", { class: "ampw-buttons", role: "group", "aria-label": say("Run") });
     const buttons = new Map();
     for (const [command, label, path] of RUN_COMMANDS) {
       const title = RUN_TITLES[command];

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import traitlets
 
 from amp_widgets.core.run_state import RunState
+from amp_widgets.language import marked, say
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 
@@ -15,9 +16,9 @@ Command = Literal["start", "pause", "resume", "single_step", "stop", "reset"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 """Names of the methods of a `Controlled`."""
 
-OWN_LOOP = "The loop runs in your cell; use session.fit(...) to start and pause it from here"
+OWN_LOOP = marked("The loop runs in your cell; use session.fit(...) to start and pause it from here")
 
-CLOSED = "The session is closed"
+CLOSED = marked("The session is closed")
 
 
 class RunControl(Control):
@@ -35,11 +36,12 @@ class RunControl(Control):
         enabled = _ENABLED[state.run]
         if state.run == "ready" and state.step == 0:  # the first weights are in place
             enabled = tuple(command for command in enabled if command != "reset")
-        return {"enabled": list(enabled), "sentence": OWN_LOOP if state.run == "none" else ""}
+        return {"enabled": list(enabled), "sentence": say(OWN_LOOP) if state.run == "none" else ""}
 
-    def lock(self, why: str = "the session is closed") -> None:
+    def lock(self, why: str = "") -> None:
         """Show that there is nothing left to start or stop."""
-        self._put({"locked": True, "why_locked": why, "sentence": CLOSED if self.sentence else ""})
+        super().lock(why)
+        self._put({"sentence": say(CLOSED) if self.sentence else ""})
 
     def _ask(self, message: Mapping[str, Any]) -> None:
         command = message["command"]

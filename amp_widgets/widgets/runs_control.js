@@ -1,21 +1,21 @@
 // Beside page.js and line_sample.js.
 
-const ALIGNS = [["step", "step"], ["time", "time since it began"]];
+const ALIGNS = [["step", say("step")], ["time", say("time since it began")]];
 
 export default {
   render({ model, el }) {
-    const { body, titleId, setWaiting, showLost, remove } = frame(el, "Compare runs", "ampw-runs");
+    const { body, titleId, setWaiting, showLost, remove } = frame(el, say("Compare runs"), "ampw-runs");
     const group = uid();
     const radios = ALIGNS.map(([name, text]) => {
       const radio = h("input", { type: "radio", name: group, value: name, onchange: () => asked.ask({ align: name }, { align: name }) });
       return { name, radio, label: h("label", { class: "ampw-segment" }, radio, h("span", {}, text)) };
     });
-    const along = h("fieldset", { class: "ampw-along" }, h("legend", {}, "Along"),
+    const along = h("fieldset", { class: "ampw-along" }, h("legend", {}, say("Along")),
       h("div", { class: "ampw-segments" }, ...radios.map(({ label }) => label)));
     const smoothingId = uid();
     const smoothing = h("select", {
       id: smoothingId,
-      title: "Of loss and step time: an exponential moving average. What is not finite does not count. Sizes and scales are never averaged.",
+      title: say("Of loss and step time: an exponential moving average. What is not finite does not count. Sizes and scales are never averaged."),
       onchange: () => asked.ask({ smoothing: Number(smoothing.value) }, { smoothing: Number(smoothing.value) }),
     }, ...model.get("smoothings").map(([steps, text]) => h("option", { value: steps }, text)));
     const tick = (onchange) => {
@@ -36,8 +36,8 @@ export default {
     });
     body.append(
       h("div", { class: "ampw-choices" }, along,
-        h("span", { class: "ampw-choice" }, h("label", { for: smoothingId }, "Smoothing"), smoothing),
-        h("fieldset", { class: "ampw-plots" }, h("legend", {}, "Plots"), ...plots.map(({ element }) => element))),
+        h("span", { class: "ampw-choice" }, h("label", { for: smoothingId }, say("Smoothing")), smoothing),
+        h("fieldset", { class: "ampw-plots" }, h("legend", {}, say("Plots")), ...plots.map(({ element }) => element))),
       h("ul", { class: "ampw-run-list", "aria-labelledby": titleId }, ...runs.map(({ element }) => element)));
 
     const draw = () => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ import traitlets
 from amp_widgets.charts.course import METRICS, Align
 from amp_widgets.charts.distinct import DASH_PX, line_look
 from amp_widgets.charts.overlay import NAMES
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.recording.differences import Differences, equal_text
 from amp_widgets.widgets.control import Control, page_script, page_style
 
@@ -61,7 +63,9 @@ class RunsControl(Control):
     def __init__(self, request: Callable[..., None]) -> None:
         self._views: set[str] = set()
         super().__init__(request)
-        self.smoothings = [[steps, f"average over {steps:,} steps" if steps else "off"] for steps in SMOOTHINGS]
+        self.smoothings = [
+            [steps, say("average over {steps} steps", steps=f"{steps:,}") if steps else say("off")] for steps in SMOOTHINGS
+        ]
 
     def show(self, *, align: Align, smoothing: int, metrics: Sequence[str], runs: Sequence[ListedRun]) -> None:
         """Show this: one message with what differs from what is shown."""
@@ -69,7 +73,7 @@ class RunsControl(Control):
             {
                 "align": align,
                 "smoothing": smoothing,
-                "metrics": [[name, NAMES[name], name in metrics] for name in METRICS],
+                "metrics": [[name, say(NAMES[name]), name in metrics] for name in METRICS],
                 "runs": [_listed(place, run) for place, run in enumerate(runs)],
             }
         )
@@ -87,6 +91,15 @@ class RunsControl(Control):
             case {"view": str(view), "open": bool(is_open)}:
                 (self._views.add if is_open else self._views.discard)(view)
                 self._request(views=len(self._views))
+
+
+# Words of the table of differences that are in no sentence.
+_NAMES = (
+    marked("step time"), marked("time"), marked("steps"), marked("model"), marked("device"), marked("system"),
+    marked("processors"), marked("changes on the way"), marked("on"), marked("off"),
+    marked("{count} row is the same in both runs"), marked("{count} rows are the same in both runs"),
+    marked("{count} row is the same in all {runs} runs"), marked("{count} rows are the same in all {runs} runs"),
+)  # fmt: skip
 
 
 class RunsTable(Control):
@@ -107,13 +120,16 @@ class RunsTable(Control):
 
     def show(self, differences: Differences) -> None:
         """Show these."""
-        rows = {key: [[row.name, *row.texts] for row in getattr(differences, key)] for key in ("differing", "equal")}
+        rows = {
+            key: [[_cell(text) for text in (row.name, *row.texts)] for row in getattr(differences, key)]
+            for key in ("differing", "equal")
+        }
         self._put(
             {
                 **rows,
                 "runs": [_look(place) | {"name": name} for place, name in enumerate(differences.runs)],
-                "equal_text": equal_text(len(rows["equal"]), len(differences.runs)) if rows["equal"] else "",
-                "obtained": differences.obtained,
+                "equal_text": in_language(equal_text(len(rows["equal"]), len(differences.runs))) if rows["equal"] else "",
+                "obtained": in_language(differences.obtained),
                 "why_not": "",
             }
         )
@@ -130,9 +146,15 @@ def _listed(place: int, run: ListedRun) -> dict[str, Any]:
     return _look(place) | {
         "name": run.name,
         "shown": run.shown,
-        "state": f"{run.steps:,} step{'' if run.steps == 1 else 's'}",
-        "why_not": run.why_not or "",
+        "state": say_number("{count} step", "{count} steps", run.steps),
+        "why_not": in_language(run.why_not or ""),
     }
+
+
+def _cell(text: str) -> str:
+    """A text of the table of differences in the language in force."""
+    spread = re.compile(r"\(([\d.,]+ \w+) to ([\d.,]+ \w+)\)")
+    return spread.sub(lambda found: say("({low} to {high})", low=found[1], high=found[2]), in_language(text))
 
 
 def _look(place: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 export default {
   render({ model, el }) {
-    const { body, titleId, remove } = frame(el, "Differences", "ampw-runs-table");
+    const { body, titleId, remove } = frame(el, say("Differences"), "ampw-runs-table");
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
     const head = h("thead", {});
     const differing = h("tbody", {});
@@ -14,7 +14,7 @@ export default {
     body.append(whyNot,
       h("div", { class: "ampw-sideways", tabindex: "0", role: "region", "aria-labelledby": titleId },
         h("table", { "aria-labelledby": titleId }, head, differing, folded, equal)),
-      h("details", { class: "ampw-explained" }, h("summary", {}, "How the numbers were obtained"), obtained));
+      h("details", { class: "ampw-explained" }, h("summary", {}, say("How the numbers were obtained")), obtained));
     let open = false;
     let drawn = "";
 

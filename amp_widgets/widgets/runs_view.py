@@ -14,6 +14,7 @@ from amp_widgets.charts.course import METRICS, Align
 from amp_widgets.charts.figure_view import FigureView
 from amp_widgets.charts.overlay import OverlaidRun, overlay_figure
 from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.language import in_language, say
 from amp_widgets.recording.differences import Differences, differences_of
 from amp_widgets.recording.followed import FollowedRun
 from amp_widgets.recording.run_like import RunLike, names_of
@@ -76,7 +77,7 @@ class RunsView(ipywidgets.Box):
         self._differences: Differences | None = None
         self._followed: list[FollowedRun] = []
         self._control = RunsControl(self._asked)
-        self._figure = FigureView(note="No step was recorded so far.")
+        self._figure = FigureView(note=say("No step was recorded so far."))
         self._table = RunsTable()
         super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-dashboard", "ampw-runs-view"))
         self._follow_anew()
@@ -198,14 +199,14 @@ class RunsView(ipywidgets.Box):
             if place not in self._hidden
         ]
         if not drawn or not self._metrics:
-            self._figure.clear("No run is ticked." if not drawn else "No plot is ticked.")
+            self._figure.clear(say("No run is ticked.") if not drawn else say("No plot is ticked."))
         else:
-            along = "steps" if self._align == "step" else "time since each began"
+            along = say("steps") if self._align == "step" else say("time since each began")
             self._figure.show(
                 lambda theme: overlay_figure(
                     drawn, align=self._align, metrics=self._metrics, smoothing=self._smoothing, theme=theme, legend=False
                 ),
-                label=f"{', '.join(run.name for run in drawn)} over each other, along {along}",
+                label=say("{drawn} over each other, along {along}", drawn=", ".join(run.name for run in drawn), along=along),
             )
         self._figure_old = False
         self._figure_due_s = self._due_s(began_s, PULL_S)
@@ -215,7 +216,7 @@ class RunsView(ipywidgets.Box):
         try:
             self._differences = differences_of(self._runs, names=self._names)
         except AmpWidgetsError as error:
-            self._table.fail(f"The table is as it was before: {error}")
+            self._table.fail(say("The table is as it was before: {error}", error=in_language(str(error))))
         else:
             self._table.show(self._differences)
         self._table_old = False

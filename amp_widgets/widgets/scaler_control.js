@@ -1,14 +1,14 @@
 const SCALER_FIELDS = [
-  ["growth_factor", "Growth factor", "The scale is multiplied by this after as many good steps in a row as the growth interval says; above 1"],
-  ["backoff_factor", "Backoff factor", "The scale is multiplied by this after a step with inf or NaN in its gradients; between 0 and 1"],
-  ["growth_interval", "Growth interval", "Steps without inf or NaN, in a row, until the scale grows"],
-  ["min_scale", "Floor", "Floor (min_scale): the scale does not fall below this, such as 2^4; empty for none"],
-  ["max_scale", "Cap", "Cap (max_scale): the scale does not grow above this, such as 2^24; empty for none"],
+  ["growth_factor", say("Growth factor"), say("The scale is multiplied by this after as many good steps in a row as the growth interval says; above 1")],
+  ["backoff_factor", say("Backoff factor"), say("The scale is multiplied by this after a step with inf or NaN in its gradients; between 0 and 1")],
+  ["growth_interval", say("Growth interval"), say("Steps without inf or NaN, in a row, until the scale grows")],
+  ["min_scale", say("Floor"), say("Floor (min_scale): the scale does not fall below this, such as 2^4; empty for none")],
+  ["max_scale", say("Cap"), say("Cap (max_scale): the scale does not grow above this, such as 2^24; empty for none")],
 ];
 
 export default {
   render({ model, el }) {
-    const { body, setWaiting, showLost, remove } = frame(el, "Loss scaling", "ampw-scaler");
+    const { body, setWaiting, showLost, remove } = frame(el, say("Loss scaling"), "ampw-scaler");
     const checkId = uid();
     const check = h("input", {
       type: "checkbox", id: checkId, onchange: () => asked.ask({ setting: "scaling", value: check.checked }, { scaling: check.checked }),
@@ -42,12 +42,12 @@ export default {
       if (input.value === input.dataset.drawn) return; // asked for already, with Enter
       asked.ask({ setting: name, value: input.value }, { [name]: input.value });
     };
-    const labels = new Map([["init_scale", h("label", { for: sliderId }, "Initial scale")], ["scaling", h("label", { for: checkId }, "Scale the loss")]]);
+    const labels = new Map([["init_scale", h("label", { for: sliderId }, say("Initial scale"))], ["scaling", h("label", { for: checkId }, say("Scale the loss"))]]);
     const grid = h("div", { class: "ampw-fields" });
     for (const [name, label, title] of SCALER_FIELDS) {
       const id = uid();
       const input = h("input", {
-        type: "text", id, title, inputmode: "decimal", autocomplete: "off", spellcheck: "false", placeholder: name.endsWith("_scale") ? "none" : null,
+        type: "text", id, title, inputmode: "decimal", autocomplete: "off", spellcheck: "false", placeholder: name.endsWith("_scale") ? say("none") : null,
         onchange: () => commit(name),
         onkeydown: (event) => {
           if (event.key === "Escape") input.value = input.dataset.drawn = shownText(name);
@@ -61,7 +61,7 @@ export default {
       labels.set(name, h("label", { for: id, title }, label));
       grid.append(h("div", { class: "ampw-field" }, labels.get(name), input));
     }
-    const rule = h("fieldset", { "aria-label": "The loss scale and its rule" },
+    const rule = h("fieldset", { "aria-label": say("The loss scale and its rule") },
       h("div", { class: "ampw-between" }, labels.get("init_scale"), readout), slider, live, grid);
     body.append(h("div", { class: "ampw-tick" }, check, labels.get("scaling")), sentence, rule);
 
@@ -79,7 +79,7 @@ export default {
         showReadout(exponent, exponent === model.get("exponent") ? model.get("init_scale") : undefined);
       }
       const scale = model.get("live_scale");
-      setText(live, scale && `${locked ? "scale then" : "live scale"} ${scale}`);
+      setText(live, scale && (locked ? say("scale then {scale}", { scale }) : say("live scale {scale}", { scale })));
       for (const [name, input] of inputs) {
         const editing = input.matches(":focus") && input.value !== input.dataset.drawn && !asked.waits();
         if (!editing) {

@@ -9,6 +9,7 @@ from typing import Any
 
 import traitlets
 
+from amp_widgets.language import say
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import number_text, scale_text
@@ -43,9 +44,9 @@ class ScalerControl(Control):
         autocast = state.requested("autocast")
         scaling = bool(self._shown["scaling"])
         if autocast != "fp16":
-            sentence = f"autocast is {autocast}: the loss is not scaled. What is set here holds for fp16"
+            sentence = say("autocast is {autocast}: the loss is not scaled. What is set here holds for fp16", autocast=autocast)
         else:
-            sentence = "" if scaling else "loss scaling is off: the loss is not scaled"
+            sentence = "" if scaling else say("loss scaling is off: the loss is not scaled")
         return {
             "scaling": scaling,
             "sentence": sentence,

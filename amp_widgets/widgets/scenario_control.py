@@ -8,6 +8,7 @@ from typing import Any
 
 import traitlets
 
+from amp_widgets.language import marked
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.state import DashboardState
 
@@ -15,20 +16,20 @@ _STYLE = Control._css + (Path(__file__).parent / "scenario.css").read_text(encod
 
 # Every sentence for people is one of these, whole, with named placeholders.
 PAGE_WORDS: Mapping[str, str] = {
-    "situation_title": "Situation",
-    "choose": "Choose a situation",
-    "measure_title": "Then measure",
-    "run": "Run and measure",
-    "again": "Run it again",
-    "progress": "How far the run is",
+    "situation_title": marked("Situation"),
+    "choose": marked("Choose a situation"),
+    "measure_title": marked("Then measure"),
+    "run": marked("Run and measure"),
+    "again": marked("Run it again"),
+    "progress": marked("How far the run is"),
 }
 """What the page writes by itself."""
-GUESS_FIRST = "Give a guess first."
-READY = "Trains {steps} steps on this machine, pauses, and measures the answer."
-STEP = "Step {step} of {steps}"
-MEASURING = "Measuring …"
-NOT_MEASURED = "It was not measured: {reason}"
-BY_HAND = "Settings were changed by hand while it ran. The explanation is about the run as it was prepared."
+GUESS_FIRST = marked("Give a guess first.")
+READY = marked("Trains {steps} steps on this machine, pauses, and measures the answer.")
+STEP = marked("Step {step} of {steps}")
+MEASURING = marked("Measuring …")
+NOT_MEASURED = marked("It was not measured: {reason}")
+BY_HAND = marked("Settings were changed by hand while it ran. The explanation is about the run as it was prepared.")
 
 
 class ScenarioControl(Control):
@@ -45,7 +46,7 @@ class ScenarioControl(Control):
     _esm = page_script("scenario_control")
     _css = _STYLE
 
-    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(PAGE_WORDS)).tag(sync=True)
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(PAGE_WORDS)).tag(sync=True, said=True)
     titles: traitlets.List[Any] = traitlets.List(help="[name, title] of each.").tag(sync=True)
     chosen = traitlets.Unicode().tag(sync=True)
     situation = traitlets.Unicode().tag(sync=True)
@@ -80,11 +81,11 @@ class MeasureControl(Control):
     _esm = page_script("measure_control")
     _css = _STYLE
 
-    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(PAGE_WORDS)).tag(sync=True)
+    words: traitlets.Dict[str, Any] = traitlets.Dict(dict(PAGE_WORDS)).tag(sync=True, said=True)
     ready = traitlets.Bool(False, help="Whether it may be run.").tag(sync=True)
     pending = traitlets.Bool(False, help="It runs, or is being measured.").tag(sync=True)
     again = traitlets.Bool(False, help="It was measured before.").tag(sync=True)
-    note = traitlets.Unicode(GUESS_FIRST, help="Beside the button.").tag(sync=True)
+    note = traitlets.Unicode(GUESS_FIRST, help="Beside the button.").tag(sync=True, said=True)
     fraction = traitlets.Float(0.0).tag(sync=True)
     problem = traitlets.Unicode().tag(sync=True)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import locale
-import os
 from collections.abc import Mapping
 from typing import TypeAlias
+
+from amp_widgets.language import wished_language
 
 Text: TypeAlias = str | Mapping[str, str]
 """A text, or one in each language: ``{"en": "…", "ko": "…"}``."""
@@ -20,11 +20,4 @@ def spoken(text: Text) -> str:
     if isinstance(text, str):
         return text
     words = dict(text)
-    return words.get(_language()) or words.get("en") or next(iter(words.values()), "")
-
-
-def _language() -> str:
-    """``AMP_WIDGETS_LANG``, or that of the notebook's name (``name.ko.ipynb``), or the locale's."""
-    chosen = os.environ.get("AMP_WIDGETS_LANG", "")
-    named = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")).removesuffix(".ipynb").rpartition(".")[2]
-    return (chosen or (named if len(named) == 2 else "") or locale.getlocale()[0] or "en")[:2].lower()
+    return words.get(wished_language()) or words.get("en") or next(iter(words.values()), "")

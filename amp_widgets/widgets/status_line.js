@@ -1,4 +1,4 @@
-const LOST_SENTENCE = "The kernel of this dashboard was restarted or has ended. To have it live, run this cell again, after the cells that it needs.";
+const LOST_SENTENCE = say("The kernel of this dashboard was restarted or has ended. To have it live, run this cell again, after the cells that it needs.");
 
 export default {
   render({ model, el }) {
@@ -11,16 +11,16 @@ export default {
     const waiting = h("span", { class: "ampw-chip", role: "status" });
     const rejection = h("p", { class: "ampw-rejection", role: "alert" });
     const complaint = h("p", { class: "ampw-rejection ampw-complaint", role: "alert" });
-    const error = h("pre", { class: "ampw-error", role: "alert", tabindex: "0", "aria-label": "Error" });
+    const error = h("pre", { class: "ampw-error", role: "alert", tabindex: "0", "aria-label": say("Error") });
     const notes = h("ul", { class: "ampw-notes" });
     const cells = [];
-    el.append(h("section", { class: "ampw-status", "aria-label": "Status" },
+    el.append(h("section", { class: "ampw-status", "aria-label": say("Status") },
       h("div", { class: "ampw-top" }, word, numbers),
       h("div", { class: "ampw-line" }, label, inForce, waiting, machine),
       rejection, complaint, error, notes));
 
     const draw = () => {
-      setText(word, kernel.lost() ? "no kernel" : model.get("word"));
+      setText(word, kernel.lost() ? say("no kernel") : model.get("word"));
       word.dataset.tone = kernel.lost() ? "idle" : model.get("tone");
       for (const [i, [label, value, small, title]] of model.get("numbers").entries()) {
         if (!cells[i]) {
@@ -39,9 +39,9 @@ export default {
       inForce.classList.toggle("ampw-dim", model.get("locked") || kernel.lost());
       setText(inForce, model.get("in_force"));
       const waits = model.get("waiting");
-      setText(waiting, waits && `waiting for the next step: ${waits}`);
+      setText(waiting, waits && say("waiting for the next step: {changes}", { changes: waits }));
       const reason = model.get("rejection");
-      setText(rejection, reason && `Rejected: ${reason}`);
+      setText(rejection, reason && say("Rejected: {why}", { why: reason }));
       setText(complaint, model.get("complaint"));
       setText(error, model.get("error"));
       const sentences = kernel.lost() ? [LOST_SENTENCE, ...model.get("notes")] : model.get("notes");

@@ -15,8 +15,10 @@ from amp_widgets.charts.labels import shortened
 from amp_widgets.charts.mountain import KIND_COLOURS, mountain_sentence
 from amp_widgets.charts.still import FEWER_POINTS, LINE_POINTS, memory_svg, picture_html, training_svg
 from amp_widgets.core.history import Event
+from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.memory_state import MemoryState
 from amp_widgets.widgets.state import DashboardState
+from amp_widgets.widgets.status_line import WORDS as RUN_WORDS
 from amp_widgets.widgets.text import in_force_text
 
 SOONEST_S, RAREST_S = 2.0, 600.0
@@ -24,7 +26,9 @@ SOONEST_S, RAREST_S = 2.0, 600.0
 PART_OF_AGE = 0.1
 MOST_OF_TIME = 0.01
 """Drawing takes no more of the time than this."""
-NOT_SHOWN = "The amp_widgets dashboard is a widget, and none is shown here. To have it live, run this cell again in JupyterLab."
+NOT_SHOWN = marked(
+    "The amp_widgets dashboard is a widget, and none is shown here. To have it live, run this cell again in JupyterLab."
+)
 """The plain text of the dashboard itself."""
 MOST_REPORT_LINES, REPORT_CHARACTERS, LABEL_CHARACTERS = 12, 400, 80
 COLUMNS = ("step", "loss", "scale", "skipped", "allocated_bytes", "peak_bytes", "reserved_bytes", "step_s")
@@ -104,7 +108,10 @@ class Still:
         report: tuple[str, ...] = ()
         if memory.death is not None:
             lines = memory.death.report[:MOST_REPORT_LINES]
-            report = (*([memory.fitted_text] if memory.fitted else []), *(shortened(line, REPORT_CHARACTERS) for line in lines))
+            report = (
+                *([memory.fitted_text] if memory.fitted else []),
+                *(shortened(in_language(line), REPORT_CHARACTERS) for line in lines),
+            )
         picture = picture_html(svg, caption, class_=self.name, memory=_memory(memory), report=report)
         return {"text/plain": caption, "text/html": picture + _NOT_FOUND.format(self.name)}
 
@@ -117,16 +124,18 @@ def _memory(memory: MemoryState) -> tuple[str, str] | None:
     svg = memory_svg(memory.chosen, memory.deaths, memory.ceiling, KIND_COLOURS["light"])
     if len(memory.chosen) == 1 and memory.chosen[0].label in memory.deaths:  # its label says the same
         return svg, sentence[:1].upper() + sentence[1:]
-    labels = " → ".join(shortened(profile.label, LABEL_CHARACTERS) for profile in memory.chosen)
+    labels = " → ".join(shortened(in_language(profile.label), LABEL_CHARACTERS) for profile in memory.chosen)
     return svg, f"{labels}: {sentence}"
 
 
 def still_sentence(state: DashboardState) -> str:
     """What a dashboard showed, and how to get it back."""
-    run = "" if state.run == "none" else f"{state.run}, "
-    return (
-        f"An amp_widgets dashboard was here, at step {state.step:,} ({run}{in_force_text(state)}). "
-        "To have it live, run this cell again, after the cells that it needs."
+    run = "" if state.run == "none" else f"{say(RUN_WORDS[state.run][0])}, "
+    return say(
+        "An amp_widgets dashboard was here, at step {step} ({state}). "
+        "To have it live, run this cell again, after the cells that it needs.",
+        step=f"{state.step:,}",
+        state=run + in_force_text(state),
     )
 
 

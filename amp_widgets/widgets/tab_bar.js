@@ -5,7 +5,7 @@ export default {
     const idOf = (name, what) => `${group}-${what}-${name}`;
     let lost = false;
     const buttons = new Map();
-    const list = h("div", { class: "ampw-tabs-list", role: "tablist", "aria-label": "What is looked at" });
+    const list = h("div", { class: "ampw-tabs-list", role: "tablist", "aria-label": say("What is looked at") });
     for (const [name, label] of model.get("tabs")) {
       const button = h("button", {
         type: "button", role: "tab", id: idOf(name, "tab"), "aria-controls": idOf(name, "panel"), onclick: () => choose(name),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 
 from amp_widgets.core.settings import format_scale
+from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.state import DashboardState
 
 UNKNOWN = "–"
@@ -97,12 +100,14 @@ def in_force_text(state: DashboardState) -> str:
     """What is in force, in one line: ``fp16 · loss scale 2^14 · 4 layers checkpointed``."""
     settings = state.settings
     if settings.scales_loss:
-        scale = "loss scaled" if state.scale is None else f"loss scale {format_scale(state.scale)}"
+        scale = say("loss scaled") if state.scale is None else say("loss scale {scale}", scale=format_scale(state.scale))
     else:
-        scale = "loss not scaled"
+        scale = say("loss not scaled")
     count = len(settings.checkpointed)
-    layers = "no layer checkpointed" if count == 0 else f"{count} layer{'s' if count > 1 else ''} checkpointed"
-    kept = f" · {len(settings.fp32_layers)} kept in FP32" if settings.fp32_layers else ""
+    layers = (
+        say_number("{count} layer checkpointed", "{count} layers checkpointed", count) if count else say("no layer checkpointed")
+    )
+    kept = f" · {say('{count} kept in FP32', count=len(settings.fp32_layers))}" if settings.fp32_layers else ""
     return f"{settings.autocast} · {scale} · {layers}{kept}"
 
 
@@ -119,22 +124,31 @@ def not_done_text(what: str, why_not: str) -> str:
     """
     name, colon, reason = why_not.partition(": ")
     known = name in _NOT_DONE or name in ("inspect", "precision_cost")
-    return f"{_NOT_DONE[what]}: {reason if colon and known else why_not}"
+    return f"{say(_NOT_DONE[what])}: {in_language(reason if colon and known else why_not)}"
+
+
+def html_in_language(markup: str) -> str:
+    """HTML whose texts are put into the language in force: of a report, which is made where no language is known."""
+    return re.sub(r">(\s*)([^<>]+?)(\s*)(?=<)", lambda found: f">{found[1]}{_text_in_language(found[2])}{found[3]}", markup)
+
+
+def _text_in_language(text: str) -> str:
+    return html.escape(in_language(html.unescape(text)))
 
 
 _NOT_DONE = {
-    "check": "Check not run",
-    "preflight": "Preflight not run",
-    "dtype_map": "Map not taken",
-    "precision": "Precision not measured",
-    "precision_fp64": "Precision not measured",
-    "compare": "Settings not compared",
-    "plan": "No plan made",
-    "largest_batch": "Largest batch not found",
-    "predict_on_cuda": "Not predicted for CUDA",
-    "count_gradients": "Gradients not sampled",
-    "profile_next_step": "Step not profiled",
-    "record": "Not recorded",
+    "check": marked("Check not run"),
+    "preflight": marked("Preflight not run"),
+    "dtype_map": marked("Map not taken"),
+    "precision": marked("Precision not measured"),
+    "precision_fp64": marked("Precision not measured"),
+    "compare": marked("Settings not compared"),
+    "plan": marked("No plan made"),
+    "largest_batch": marked("Largest batch not found"),
+    "predict_on_cuda": marked("Not predicted for CUDA"),
+    "count_gradients": marked("Gradients not sampled"),
+    "profile_next_step": marked("Step not profiled"),
+    "record": marked("Not recorded"),
 }
 
 

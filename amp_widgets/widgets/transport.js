@@ -1,16 +1,16 @@
 const MOVES = [
-  ["begin", "To the beginning", "M3 3h2v10H3zM13 3v10L6 8z"],
-  ["before", "To the change before", "M13 3v10L8 8zM8 3v10L3 8z"],
-  ["play", "Play", "M4 2.500v11l9-5.500z"],
-  ["after", "To the next change", "M3 3v10l5-5zM8 3v10l5-5z"],
-  ["end", "To the end", "M11 3h2v10h-2zM3 3v10l7-5z"],
+  ["begin", say("To the beginning"), "M3 3h2v10H3zM13 3v10L6 8z"],
+  ["before", say("To the change before"), "M13 3v10L8 8zM8 3v10L3 8z"],
+  ["play", say("Play"), "M4 2.500v11l9-5.500z"],
+  ["after", say("To the next change"), "M3 3v10l5-5zM8 3v10l5-5z"],
+  ["end", say("To the end"), "M11 3h2v10h-2zM3 3v10l7-5z"],
 ];
 const PAUSE_ICON = "M4 3h3v10H4zM9 3h3v10H9z";
 
 export default {
   render({ model, el }) {
-    const { body, heading, titleId, showLost, remove } = frame(el, "Replay", "ampw-transport");
-    const time = h("span", { class: "ampw-dim ampw-time", title: "Time of the run, its pauses left out" });
+    const { body, heading, titleId, showLost, remove } = frame(el, say("Replay"), "ampw-transport");
+    const time = h("span", { class: "ampw-dim ampw-time", title: say("Time of the run, its pauses left out") });
     heading.append(time);
     const group = h("div", { class: "ampw-moves", role: "group", "aria-labelledby": titleId });
     const buttons = new Map();
@@ -27,12 +27,12 @@ export default {
     };
 
     const speedId = uid();
-    const speed = h("select", { id: speedId, title: "Times as fast as the run was; its pauses are passed over", onchange: () => asked.ask({ speed: Number(speed.value) }, { speed: Number(speed.value) }) });
+    const speed = h("select", { id: speedId, title: say("Times as fast as the run was; its pauses are passed over"), onchange: () => asked.ask({ speed: Number(speed.value) }, { speed: Number(speed.value) }) });
     speed.append(...model.get("speeds").map((one) => h("option", { value: String(one) }, `${one}×`)));
     const follow = h("button", {
-      type: "button", class: "ampw-follow", title: "Read what another kernel writes to this file, and stay at the end. Pausing, or going to a step, ends that",
+      type: "button", class: "ampw-follow", title: say("Read what another kernel writes to this file, and stay at the end. Pausing, or going to a step, ends that"),
       onclick: () => go(asked.value("mode", model.get("mode")) === "following" ? "pause" : "follow"),
-    }, h("span", { class: "ampw-dot", "aria-hidden": "true" }), h("span", {}, "Follow the file"));
+    }, h("span", { class: "ampw-dot", "aria-hidden": "true" }), h("span", {}, say("Follow the file")));
 
     // One step is asked for at a time: while an answer is awaited, only the newest place of the slider is kept.
     let wanted = null;
@@ -42,7 +42,7 @@ export default {
       showStep(step);
     };
     const slider = h("input", {
-      type: "range", "aria-label": "Step", step: 1,
+      type: "range", "aria-label": say("Step"), step: 1,
       oninput: () => seek(Number(slider.value)),
       onkeydown: (event) => {
         if (event.key !== " ") return;
@@ -53,7 +53,7 @@ export default {
     const marks = h("div", { class: "ampw-marks", "aria-hidden": "true" });
     const fieldId = uid();
     const field = h("input", {
-      type: "text", id: fieldId, inputmode: "numeric", autocomplete: "off", spellcheck: "false", title: "A step to go to; Enter goes there",
+      type: "text", id: fieldId, inputmode: "numeric", autocomplete: "off", spellcheck: "false", title: say("A step to go to; Enter goes there"),
       onchange: () => commit(),
       onkeydown: (event) => {
         if (event.key === "Escape") field.value = field.dataset.drawn;
@@ -76,11 +76,11 @@ export default {
     };
     const last = h("span", { class: "ampw-dim" });
     const sentence = h("p", { class: "ampw-sentence" });
-    const nothing = h("p", { class: "ampw-sentence", role: "status" }, "No step was recorded.");
+    const nothing = h("p", { class: "ampw-sentence", role: "status" }, say("No step was recorded."));
     body.append(
       h("div", { class: "ampw-choices" }, group,
-        h("span", { class: "ampw-choice" }, h("label", { for: speedId }, "Speed"), speed),
-        h("span", { class: "ampw-choice ampw-step" }, h("label", { for: fieldId }, "Step"), field, last),
+        h("span", { class: "ampw-choice" }, h("label", { for: speedId }, say("Speed")), speed),
+        h("span", { class: "ampw-choice ampw-step" }, h("label", { for: fieldId }, say("Step")), field, last),
         follow),
       h("div", { class: "ampw-slide" }, slider, marks), nothing, sentence);
 
@@ -88,7 +88,7 @@ export default {
     const showStep = (step) => {
       if (Number(slider.value) !== step) slider.value = step;
       slider.style.setProperty("--ampw-done", `${100 * placeOf(step)}%`);
-      slider.setAttribute("aria-valuetext", `step ${step.toLocaleString("en")} of ${model.get("last").toLocaleString("en")}, ${model.get("time")}`);
+      slider.setAttribute("aria-valuetext", say("step {step} of {last}, {time}", { step: step.toLocaleString("en"), last: model.get("last").toLocaleString("en"), time: model.get("time") }));
       const answered = field.value === typed && !asked.waits();
       if (answered) typed = null;
       const editing = field.matches(":focus") && field.value !== field.dataset.drawn && !answered;
@@ -105,7 +105,7 @@ export default {
       drawn = key;
       const inside = model.get("marks").filter(([step]) => step >= model.get("first") && step <= model.get("last"));
       marks.replaceChildren(...inside.map(([step, label]) => {
-        const mark = h("i", { title: `step ${step.toLocaleString("en")}: ${label}`, onclick: () => seek(step) });
+        const mark = h("i", { title: say("step {step}: {what}", { step: step.toLocaleString("en"), what: label }), onclick: () => seek(step) });
         mark.style.left = `${100 * placeOf(step)}%`;
         return mark;
       }));
@@ -125,7 +125,7 @@ export default {
       if (play.dataset.on !== String(on)) {
         play.dataset.on = String(on);
         play.replaceChildren(shapeIcon(on ? PAUSE_ICON : MOVES[2][2]));
-        play.title = on ? "Pause" : "Play";
+        play.title = on ? say("Pause") : say("Play");
         play.setAttribute("aria-label", play.title);
       }
       const atBegin = model.get("step") <= model.get("first");
@@ -140,7 +140,7 @@ export default {
       slider.disabled = field.disabled = speed.disabled = locked || empty;
       speed.value = String(asked.value("speed", model.get("speed")));
       if (wanted === null) showStep(shownStep());
-      setText(last, empty ? "" : `of ${model.get("last").toLocaleString("en")}`);
+      setText(last, empty ? "" : say("of {last}", { last: model.get("last").toLocaleString("en") }));
       setText(time, empty ? "" : model.get("time"));
       setText(sentence, model.get("sentence"));
       nothing.hidden = !empty;

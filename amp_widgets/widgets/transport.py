@@ -11,6 +11,7 @@ import traitlets
 
 from amp_widgets.charts.labels import shortened
 from amp_widgets.core.history import Event
+from amp_widgets.language import in_language, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.playback import SPEEDS, Mode, Playback
 from amp_widgets.widgets.replay_course import Course
@@ -121,7 +122,7 @@ class Transport(Control):
                 labels.setdefault(event.step, []).append(shortened(event.reason, LABEL_CHARACTERS))
         steps = sorted(labels)
         every = math.ceil(len(steps) / MOST_MARKS) or 1
-        self._put({"marks": [[step, "; ".join(labels[step][:3])] for step in steps[::every]]})
+        self._put({"marks": [[step, in_language("; ".join(labels[step][:3]))] for step in steps[::every]]})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {}  # it shows a `TransportState`
@@ -156,8 +157,8 @@ def _time_text(played_s: float, duration_s: float) -> str:
     ('3.2 s of 8.0 s', '1:01 of 2:05', '0:01:01 of 2:00:00')
     """
     if duration_s < 60:
-        return f"{played_s:.1f} s of {duration_s:.1f} s"
-    return f"{_clock(played_s, duration_s)} of {_clock(duration_s, duration_s)}"
+        return say("{played_s} s of {duration_s} s", played_s=f"{played_s:.1f}", duration_s=f"{duration_s:.1f}")
+    return say("{played_s} of {duration_s}", played_s=_clock(played_s, duration_s), duration_s=_clock(duration_s, duration_s))
 
 
 def _clock(seconds: float, longest_s: float) -> str:

@@ -7,9 +7,10 @@ import re
 from fractions import Fraction
 
 from amp_widgets.errors import FormatError
+from amp_widgets.language import marked
 
 MOST_CHARACTERS = 80
-EXPECTED = "expected a number such as 0.1, 2e-8, 2**-24 or 1/3"
+EXPECTED = marked("expected a number such as 0.1, 2e-8, 2**-24 or 1/3")
 
 
 def typed_number(text: str) -> float:

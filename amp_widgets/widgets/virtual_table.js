@@ -40,7 +40,7 @@ function filterField(model, ask, title) {
     },
   });
   return {
-    element: h("div", { class: "ampw-pattern" }, h("label", { for: id }, "Filter"), input),
+    element: h("div", { class: "ampw-pattern" }, h("label", { for: id }, say("Filter")), input),
     set(text) {
       input.value = text;
       apply();
@@ -48,7 +48,7 @@ function filterField(model, ask, title) {
     draw(locked, whyLocked = "") {
       if (document.activeElement !== input && input.value.trim() !== model.get("pattern")) input.value = model.get("pattern");
       input.disabled = locked; // the names are matched in the kernel
-      input.title = whyLocked ? `Names are matched in the kernel: ${whyLocked}` : title;
+      input.title = whyLocked ? say("Names are matched in the kernel: {why}", { why: whyLocked }) : title;
     },
     remove: () => clearTimeout(rest),
   };

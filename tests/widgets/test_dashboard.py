@@ -12,6 +12,7 @@ import pytest
 from ipywidgets.widgets.widget import _instances as REGISTRY  # every widget that is open
 
 from amp_widgets.core.settings import Settings
+from amp_widgets.language import set_language
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.dashboard import CALM_S, COMPLAINT_S, IDLE_S, NUMBERS_S, PULL_S, QUIET_S, Dashboard
 from amp_widgets.widgets.frame import Frame
@@ -608,3 +609,31 @@ def test_shown_in_outputs_that_are_there_its_picture_stays_in_the_second(
     dashboard.tick()
     assert [name for name, _ in stills] == ["second", "second", "second"]
     assert f'class="{part(dashboard, StatusLine).still}"' in stills[-1][1]["text/html"]
+
+
+def test_an_open_dashboard_changes_its_language(session_of, chart_of) -> None:
+    session = session_of(run="running", step=3)
+    dashboard = Dashboard(session, live=False, chart=chart_of())
+    chart = dashboard._chart
+    dashboard._select_tab("checks")
+    english = [widget for widget in dashboard.widgets() if widget is not dashboard]
+    set_language("ko")
+    try:
+        dashboard.tick()
+        assert dashboard._status.word == "실행 중"
+        assert dashboard._panels.shown == "checks"
+        assert "const WORDS = {}" not in dashboard._status._esm
+        left = [widget for widget in english if widget.comm is not None and widget not in (chart, chart.layout, dashboard.layout)]
+        assert left == []  # of the former parts
+        now = dashboard._status
+        dashboard.tick()
+        assert dashboard._status is now  # once
+        session.closed = True
+        dashboard.tick()
+        assert dashboard._status.word == "닫힘"
+        set_language("en")
+        dashboard.tick()  # it has let go of its session, and stays as it is
+        assert dashboard._status.word == "닫힘"
+    finally:
+        set_language(None)
+        dashboard.close()

@@ -1,0 +1,353 @@
+"""The language in which texts are shown: English, or another one for which there is a catalogue in ``locale/``.
+
+Texts are English in the code. What is shown is said in the reader's language where it is made: `say("Step {step}", step=3)`.
+What is kept, such as events, errors and files, stays English, and is put into the language when it is shown: `in_language`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gettext
+import json
+import locale
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from amp_widgets.errors import LanguageError
+
+LANGUAGES: Mapping[str, str] = {"en": "English", "ko": "한국어"}
+"""Code and own name of each language there is."""
+DOMAIN = "amp_widgets"
+LOCALE = Path(__file__).parent / "locale"
+_NO_WORDS = "const WORDS = {};"  # in words.js
+
+
+class Catalogue:
+    """English texts and what they are in another language.
+
+    Parameters
+    ----------
+    messages
+        English → translated; where that depends on a number, the key is ``(one, which form)``.
+    form
+        A number → which form it takes.
+    """
+
+    def __init__(self, messages: Mapping[Any, str], form: Any = lambda count: 0) -> None:
+        self._messages = messages
+        self._form = form
+        self._known: dict[str, _Told | None] = {}
+        self._cuts: dict[str, tuple[str, str, _Told | None]] = {}
+
+    def text(self, english: str) -> str:
+        """A text translated, without its values; as it is where there is no translation."""
+        return self._messages.get(english) or english
+
+    def number(self, one: str, many: str, count: int) -> str:
+        """The same for a text that depends on a number."""
+        return self._messages.get((one, self._form(count))) or (one if count == 1 else many)
+
+    def sentences(self, english: str) -> str | None:
+        """What is made of texts of the catalogue, their values in them, translated; None where it is of none of them.
+
+        That is one text, or several with something between them, whichever leaves less of it as it was.
+        """
+        told = self._told(english)
+        return None if told is None or not _says_enough(told, english) else told.text
+
+    def _told(self, english: str) -> _Told | None:
+        if english not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            whole, parts = self._whole(english), self._parts(english)
+            self._known[english] = self._better(parts, whole) if re.search(r"\n|\. ", english) else self._better(whole, parts)
+        return self._known[english]
+
+    def _whole(self, english: str) -> _Told | None:
+        """One text of the catalogue, the one with the most text of its own."""
+        known = self._sayings.get(english)
+        if known:
+            return _Told(known, _letters(english))
+        for template in self._templates:
+            found = template.pattern.fullmatch(english) if template.longest in english else None
+            if found is not None:
+                texts = found.groupdict()
+                for name, after in template.neighbours:
+                    if not texts[after]:
+                        texts[name], texts[after] = self._apart(texts[name])
+                values = {name: self._value(text, word=name in _WORDS) for name, text in texts.items()}
+                text = template.translated.format(**{name: value.text for name, value in values.items()})
+                return _Told(text, template.letters + sum(value.letters for value in values.values()))
+        return None
+
+    def _parts(self, english: str) -> _Told | None:
+        """Several of them, or one with a full stop that is not of it."""
+        best = None
+        if english.endswith(".") and not english.endswith(".."):
+            one = self._told(english[:-1])
+            best = None if one is None else _Told(one.text + ".", one.letters)
+        for between in ("\n", ". ", "; ", ", ", ": ", " + ", " · "):
+            parts = english.split(between)
+            if len(parts) > 1:
+                stop = "." if between == ". " else ""
+                told = [self._part(part, stop if place < len(parts) - 1 else "") for place, part in enumerate(parts)]
+                joint = " " if between == ". " else between
+                best = self._better(best, _Told(joint.join(one.text for one in told), sum(one.letters for one in told)))
+        return best
+
+    def _part(self, part: str, stop: str) -> _Told:
+        """A part translated, if it can be, with the full stop that it was cut off from."""
+        alone, with_stop = self._told(part), self._told(part + stop) if stop else None
+        ended = None if alone is None else _Told(alone.text + stop, alone.letters)
+        return self._better(ended, with_stop) or _Told(part + stop, 0)
+
+    def _value(self, text: str, *, word: bool = False) -> _Told:
+        """What stands for a placeholder, or for several in a row, may be made of texts of the catalogue, too.
+
+        A single word is taken for a name, such as a layer's, unless the placeholder says that it is a `word`.
+        """
+        if not re.search(r"[A-Za-z]{2}", text) or not (word or re.search(r"\w\W+\w", text)):
+            return _Told(text, 0)
+        inner = text.strip()
+        if inner != text and text not in self._sayings:
+            begin, told = text.index(inner), self._value(inner, word=word)
+            around = _Told(text[:begin] + told.text + text[begin + len(inner) :], told.letters)
+            return self._better(around, self._whole(text)) or around
+        best = self._better(self._cut(text)[2], self._told(text))
+        return best if best is not None and _says_enough(best, text) else _Told(text, 0)
+
+    def _apart(self, text: str) -> tuple[str, str]:
+        head, tail, _ = self._cut(text)
+        return head, tail
+
+    def _cut(self, text: str) -> tuple[str, str, _Told | None]:
+        """A text cut where a text of the catalogue begins that goes to its end, such as ``; did you mean 'fp16'?``; and what
+        both parts are in the language."""
+        if text in self._cuts:
+            return self._cuts[text]
+        if len(self._cuts) >= MOST_KNOWN:
+            self._cuts.clear()
+        cuts = {at for place in _MAY_BEGIN.finditer(text) for at in (place.start(), place.start() + (place[0][0] == " ")) if at}
+        found: tuple[str, str, _Told | None] = text, "", None
+        for at in sorted(cuts):
+            after = self._whole(text[at:])
+            if after is not None:
+                before = self._value(text[:at])
+                told = _Told(before.text + after.text, before.letters + after.letters)
+                if found[2] is None or told.letters > found[2].letters:
+                    found = text[:at], text[at:], told
+        self._cuts[text] = found
+        return found
+
+    @staticmethod
+    def _better(one: _Told | None, other: _Told | None) -> _Told | None:
+        """Of two the one that says more of it; the first where both say as much, and neither where they say nothing."""
+        best = one if other is None or (one is not None and one.letters >= other.letters) else other
+        return best if best is not None and best.letters else None
+
+    @functools.cached_property
+    def _sayings(self) -> Mapping[str, str]:
+        """The texts that may be a sentence or a part of one; also without what joins them to the part before."""
+        texts = {english: text for english, text in self._messages.items() if isinstance(english, str)}
+        texts |= {key[0]: text for key, text in self._messages.items() if isinstance(key, tuple)}
+        for english, text in [*texts.items()]:
+            joint = _JOINT.match(english)
+            if joint is not None and text.startswith(joint[0]):
+                texts.setdefault(english[joint.end() :], text[joint.end() :])
+        return texts
+
+    @functools.cached_property
+    def _templates(self) -> list[_Template]:
+        """Of each text with placeholders, the one with most text of its own first."""
+        found = [_Template.of(english, translated) for english, translated in self._sayings.items() if "{" in english]
+        return sorted((one for one in found if one.letters >= LEAST_LETTERS), key=lambda one: (-one.characters, one.translated))
+
+
+class _Told(NamedTuple):
+    """A translation, and how many letters of what was translated are of the catalogue."""
+
+    text: str
+    letters: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Template:
+    """A text with placeholders, to be recognized: its longest piece, and which placeholders follow each other."""
+
+    longest: str
+    expression: str
+    neighbours: tuple[tuple[str, str], ...]
+    letters: int
+    characters: int
+    translated: str
+
+    @staticmethod
+    def of(english: str, translated: str) -> _Template:
+        pieces = _PLACEHOLDER.split(english)  # literal, name, literal, name, ..., literal
+        literals, names = [piece.replace("{{", "{").replace("}}", "}") for piece in pieces[::2]], pieces[1::2]
+        pairs = tuple((one, other) for one, other, between in zip(names, names[1:], literals[1:], strict=False) if not between)
+        whole = "".join(literals)
+        return _Template(
+            max(literals, key=len), _expression(literals, names), pairs, _letters(whole), len(whole), translated
+        )  # fmt: skip
+
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.expression, re.DOTALL)
+
+
+def _says_enough(told: _Told, english: str) -> bool:
+    """Whether so much of it is of the catalogue that it is no sentence of somebody else's with a few of the same words."""
+    return told.letters >= ENOUGH * _letters(_NAMES.sub("", english))
+
+
+def _letters(text: str) -> int:
+    return len(re.findall(r"[A-Za-z]", text))
+
+
+def _expression(literals: list[str], names: list[str]) -> str:
+    """A pattern for a text; of several placeholders in a row the first gets all, as it cannot be seen where the next begins."""
+    expression = re.escape(literals[0])
+    seen: set[str] = set()
+    for name, before, after in zip(names, literals, literals[1:], strict=False):
+        if name in seen:
+            expression += f"(?P={name})"
+        elif name in _NUMBERS:
+            expression += f"(?P<{name}>[\\d,.]+)"
+        else:
+            expression += f"(?P<{name}>{'.*' if not after and before else '.*?'})"
+        seen.add(name)
+        expression += re.escape(after)
+    return expression
+
+
+ENOUGH = 0.5
+"""Part of the letters of a sentence, names in quotes and code not counted, that is to be of the catalogue."""
+_NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|\b[\w/]*[./_(][\w/.(]*|\b\w*\d\w*")
+LEAST_LETTERS = 3
+"""A text with fewer letters of its own says too little to be recognized in a sentence."""
+MOST_KNOWN = 4096
+"""So many sentences are remembered with what they are in the language; events come with ever new numbers."""
+_WORDS = ("phase", "state", "kind", "what", "place", "LAYERS", "value", "why", "reason", "cause", "because", "worst")
+_NUMBERS = ("count", "count2")
+"""Placeholders that are always numbers."""
+_MAY_BEGIN = re.compile(r"[,;:(]| (?:in|with|on|of|for|and|from|at) ?| (?=\()")
+_JOINT = re.compile(r"[,;:] | ")
+_PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_0-9]+)\}(?!\})")
+
+
+def language() -> str:
+    """Code of the language in force: what `set_language` said, or else what the environment wants, or else English.
+
+    That is ``AMP_WIDGETS_LANG``, or the notebook's name (``name.ko.ipynb``), or the locale.
+    """
+    wished = _chosen or wished_language()
+    return wished if wished in LANGUAGES else "en"
+
+
+def set_language(code: str | None) -> None:
+    """Let what is shown from now on be in this language; None: what the environment wants.
+
+    Raises
+    ------
+    LanguageError
+        When there is no such language.
+    """
+    global _chosen
+    if code is not None and code not in LANGUAGES:
+        known = ", ".join(f"{known} ({name})" for known, name in LANGUAGES.items())
+        raise LanguageError(f"language: got {code!r}, expected one of {known}")
+    _chosen = code
+
+
+def wished_language() -> str:
+    """What the environment wants, whether there is such a catalogue or not."""
+    if _chosen:
+        return _chosen
+    asked = os.environ.get("AMP_WIDGETS_LANG", "")
+    named = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")).removesuffix(".ipynb").rpartition(".")[2]
+    return (asked or (named if len(named) == 2 else "") or locale.getlocale()[0] or "en")[:2].lower()
+
+
+def say(text: str, /, **values: object) -> str:
+    """A text of the code in the language in force, with its named placeholders filled in.
+
+    >>> say("Step {step} of {steps}", step=3, steps=20)
+    'Step 3 of 20'
+    """
+    catalogue = _catalogue(language())
+    told = text if catalogue is None else catalogue.text(text)
+    return told.format(**values) if values else told
+
+
+def say_number(one: str, many: str, count: int, /, **values: object) -> str:
+    """The same where the text depends on a number; it is there as ``{count}``, with commas.
+
+    >>> say_number("{count} step", "{count} steps", 1), say_number("{count} step", "{count} steps", 1200)
+    ('1 step', '1,200 steps')
+    """
+    catalogue = _catalogue(language())
+    told = (one if count == 1 else many) if catalogue is None else catalogue.number(one, many, count)
+    return told.format(**{"count": f"{count:,}", **values})
+
+
+def marked(text: str) -> str:
+    """The text as it is. It marks a constant for the catalogue; `say` is called with it when it is shown."""
+    return text
+
+
+def in_language(sentence: str) -> str:
+    """A finished English sentence, such as that of an event or an error, in the language in force.
+
+    It is compared with the texts of the catalogue, whose placeholders match anything; the one with the most text of its own
+    counts. What stands for a placeholder is looked up in turn. Where nothing matches it stays English.
+    """
+    catalogue = _catalogue(language())
+    if catalogue is None or not sentence:
+        return sentence
+    told = catalogue.sentences(sentence)
+    return sentence if told is None else told
+
+
+def words_script() -> str:
+    """What stands before each script for a page: `say` in JavaScript."""
+    return (Path(__file__).parent / "words.js").read_text(encoding="utf-8")
+
+
+def page_script_in_language(script: str) -> str:
+    """A script for a page with the words that it says in the language in force: `say("…")` in JavaScript."""
+    catalogue = _catalogue(language())
+    if catalogue is None:
+        return script
+    said = (json.loads(f'"{text}"') for text in _SAID_IN_SCRIPT.findall(script))
+    words = {text: told for text in said if (told := catalogue.text(text)) != text}
+    return script.replace(_NO_WORDS, f"const WORDS = {json.dumps(words, ensure_ascii=False)};", 1)
+
+
+_SAID_IN_SCRIPT = re.compile(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"')
+_chosen: str | None = None
+_catalogues: dict[str, Catalogue | None] = {"en": None}
+
+
+def _catalogue(code: str) -> Catalogue | None:
+    if code not in _catalogues:
+        _catalogues[code] = _read(code)
+    return _catalogues[code]
+
+
+def _read(code: str) -> Catalogue:
+    class Messages(gettext.GNUTranslations):
+        _catalog: dict[Any, str]  # what gettext itself keeps
+
+        def catalogue(self) -> Catalogue:
+            return Catalogue({key: text for key, text in self._catalog.items() if key}, getattr(self, "plural"))  # noqa: B009
+
+    path = gettext.find(DOMAIN, LOCALE, [code])
+    if path is None:
+        return Catalogue({})
+    with open(path, "rb") as file:
+        return Messages(file).catalogue()

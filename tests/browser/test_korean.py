@@ -1,0 +1,86 @@
+"""An open dashboard that changes over to Korean, and a scenario in Korean from guess to answer, in a real JupyterLab."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import OpenNotebook
+
+pytestmark = pytest.mark.browser
+
+SHOW = """
+import torch
+import amp_widgets as aw
+torch.set_num_threads(1)
+session = aw.demo("overflow", display=False)
+session.request(autocast="fp16", init_scale=2**16)
+session.dashboard()
+"""
+SPEAK = """
+%load_ext amp_widgets
+%amp lang ko
+"""
+PLAY = """panel = aw.scenario("growth")
+panel"""
+
+
+def test_the_dashboard_and_a_scenario(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([SHOW, SPEAK, PLAY], height=2600)
+    python = notebook.kernel.eval
+
+    def wait(check: Any, what: str, timeout_s: float = 20) -> None:
+        notebook.wait_until(check, timeout_s, what)
+
+    notebook.run_and_wait(0)
+    area = notebook.output(0)
+    area.get_by_role("button", name="Start", exact=True).click()
+    wait(lambda: python("session.step") > 12, "it does not train")
+
+    # the dashboard that is open changes over, and goes on
+    notebook.run_and_wait(1)
+    assert "언어: 한국어" in notebook.text(1)
+    wait(lambda: area.get_by_role("button", name="일시정지", exact=True).is_enabled(), "the dashboard stays English")
+    assert area.get_by_role("button", name="Pause", exact=True).count() == 0
+    area.get_by_text("손실 스케일링", exact=True).first.wait_for()
+    wait(lambda: area.locator(".gtitle, .annotation-text").filter(has_text="손실 스케일").count() > 0, "the chart stays English")
+    area.get_by_role("tab", name="그래디언트", exact=True).click()
+    area.get_by_role("button", name="다음 스텝 샘플링", exact=True).click()
+    wait(lambda: "레이어 출력의 그래디언트" in area.inner_text(), "no step was sampled")
+    area.get_by_role("button", name="일시정지", exact=True).click()
+    wait(lambda: python("session.run_state") == "paused", "it does not pause")
+    area.get_by_role("tab", name="메모리", exact=True).click()
+    notebook.page.wait_for_timeout(500)
+    assert not notebook.scrolls_sideways(0)
+    notebook.screenshot("korean-dashboard-light", area)
+
+    # what is refused is said in Korean, and stays English in the history
+    python("session.note('a note')")
+    area.locator(".ampw-layers .ampw-pattern input").fill("nothing.*")
+    area.locator(".ampw-layers .ampw-pattern button").click()
+    wait(lambda: "'nothing.*'에 맞는 레이어가 없습니다" in area.inner_text(), "the reason is not shown")
+    assert not re.search("[가-힣]", python("' '.join(event.reason for event in session.history.events())"))
+    notebook.set_theme("dark")
+    notebook.screenshot("korean-dashboard-dark", area)
+    notebook.set_theme("light")
+
+    # from the guess to the answer
+    notebook.run_and_wait(2)
+    whole = notebook.output(2).locator(".ampw-scenarios")
+    whole.get_by_text("두 배가 된 스케일로 처음 학습하는 것은 몇 번째 스텝일까요?").wait_for()
+    guess = whole.locator(".ampw-question input[type=text]")
+    guess.fill("20")
+    guess.press("Enter")
+    run = whole.get_by_role("button", name="실행하고 측정하기", exact=True)
+    wait(lambda: run.get_attribute("aria-disabled") == "false", "it cannot be run")
+    run.click()
+    answer = whole.locator(".ampw-answer")
+    wait(lambda: answer.locator(".ampw-far").count() == 1 and answer.locator(".ampw-far").is_visible(), "there is no answer", 60)
+    assert "예상 20, 측정 25." in answer.inner_text()
+    assert "예상이 5만큼 작습니다." in answer.inner_text()
+    assert "20번 스텝이 아니라 25번 스텝입니다." in answer.inner_text()
+    notebook.page.wait_for_timeout(500)
+    notebook.screenshot("korean-scenario-light", whole)

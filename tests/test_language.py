@@ -1,0 +1,156 @@
+"""The language in which texts are shown: which it is, what `say` makes of a text, what is recognized in sentences."""
+
+from __future__ import annotations
+
+import json
+import locale
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amp_widgets import language
+from amp_widgets.errors import LanguageError
+from amp_widgets.language import (
+    Catalogue,
+    in_language,
+    page_script_in_language,
+    say,
+    say_number,
+    set_language,
+    words_script,
+)
+
+TEXTS = {
+    "Step {step} of {steps}": "{steps} / {step}",
+    ("{count} layer", 0): "<{count}>",
+    "got {got}, expected one of {known}{hint}": "[{got}|{known}|{hint}]",
+    "; did you mean {near}?": "; {near}?!",
+    "in {phase} of {layer}": "{layer}@{phase}",
+    "backward": "BACK",
+    "stopped at {place}": "HALT {place}",
+    "scaling off": "OFF",
+    "{count} layers checkpointed": "CKPT {count}",
+    "a {{brace}} and {name}": "{{}} {name}",
+}
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A small language in place of Korean."""
+    monkeypatch.setitem(language._catalogues, "ko", Catalogue(TEXTS))
+    set_language("ko")
+    yield
+    set_language(None)
+
+
+@pytest.fixture
+def no_wish(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment that says nothing about the language."""
+    monkeypatch.delenv("AMP_WIDGETS_LANG", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.setattr(locale, "getlocale", lambda: (None, None))
+    return monkeypatch
+
+
+def test_the_environment_decides(no_wish: pytest.MonkeyPatch) -> None:
+    assert language.language() == "en"
+    no_wish.setattr(locale, "getlocale", lambda: ("ko_KR", "UTF-8"))
+    assert language.language() == "ko"
+    no_wish.setenv("JPY_SESSION_NAME", "/home/user/01_quickstart.en.ipynb")
+    assert language.language() == "en"
+    no_wish.setenv("JPY_SESSION_NAME", "/home/user/01_quickstart.ko.ipynb")
+    assert language.language() == "ko"
+    no_wish.setenv("AMP_WIDGETS_LANG", "en")
+    assert language.language() == "en"
+    no_wish.setenv("AMP_WIDGETS_LANG", "fr")  # there is no such catalogue
+    assert (language.language(), language.wished_language()) == ("en", "fr")
+
+
+def test_it_can_be_set(other: None) -> None:
+    assert language.language() == "ko"
+    set_language("en")
+    assert language.language() == "en"
+    with pytest.raises(LanguageError, match=r"language: got 'xx', expected one of en \(English\), ko \(한국어\)"):
+        set_language("xx")
+    assert language.language() == "en"
+
+
+def test_what_is_said(other: None) -> None:
+    assert say("Step {step} of {steps}", step=3, steps=20) == "20 / 3"
+    assert say("not in the catalogue: {name}", name="x") == "not in the catalogue: x"
+    assert say_number("{count} layer", "{count} layers", 1234) == "<1,234>"
+    set_language("en")
+    assert say("Step {step} of {steps}", step=3, steps=20) == "Step 3 of 20"
+    assert [say_number("{count} layer", "{count} layers", count) for count in (1, 2, 1234)] == [
+        "1 layer",
+        "2 layers",
+        "1,234 layers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("english", "expected"),
+    [
+        ("Step 3 of 20", "20 / 3"),
+        ("got 'fp8', expected one of 'fp16', 'bf16'", "['fp8'|'fp16', 'bf16'|]"),
+        ("got 'fp8', expected one of 'fp16', 'bf16'; did you mean 'fp16'?", "['fp8'|'fp16', 'bf16'|; 'fp16'?!]"),
+        ("in backward of layers.3", "layers.3@BACK"),
+        ("in backward of backward", "backward@BACK"),  # a layer of that name
+        ("stopped at in backward of layers.3", "HALT layers.3@BACK"),
+        ("scaling off, autocast fp16, 3 layers checkpointed", "OFF, autocast fp16, CKPT 3"),
+        ("what nobody says", "what nobody says"),
+        (
+            "somebody's own note: scaling off, as we said, in backward of it all",
+            "somebody's own note: scaling off, as we said, in backward of it all",
+        ),
+        ("a {brace} and x", "{} x"),
+        ("Step 3 of 20. It is late.\nscaling off", "20 / 3. It is late.\nOFF"),
+        ("", ""),
+        ("got {0}, expected one of {name}", "[{0}|{name}|]"),
+    ],
+)
+def test_finished_sentences(other: None, english: str, expected: str) -> None:
+    assert in_language(english) == expected
+
+
+def test_english_is_left_alone() -> None:
+    assert in_language("Step 3 of 20") == "Step 3 of 20"
+    assert page_script_in_language(words_script() + 'say("Step {step} of {steps}")').startswith(words_script())
+
+
+def test_the_words_of_a_script(other: None) -> None:
+    script = words_script() + 'const a = say("Step {step} of {steps}", { step }); say("unknown"); say("a {{brace}} and {name}");'
+    words = json.loads(page_script_in_language(script).partition("const WORDS = ")[2].partition(";\n")[0])
+    assert words == {key: TEXTS[key] for key in ("Step {step} of {steps}", "a {{brace}} and {name}")}
+    assert page_script_in_language(script).count("const WORDS") == 1
+
+
+def test_what_a_page_would_run_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(language._catalogues, "ko", Catalogue({"x y": '"; alert(1); // \\ </script>'}))
+    set_language("ko")
+    try:
+        script = page_script_in_language(words_script() + 'say("x y")')
+    finally:
+        set_language(None)
+    assert json.loads(script.partition("const WORDS = ")[2].partition(";\n")[0]) == {"x y": '"; alert(1); // \\ </script>'}
+
+
+def test_it_costs_an_import_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from amp_widgets import language; before = {'gettext'} & set(sys.modules);"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'babel')), language._catalogues)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] {'en': None}"
+
+
+def test_many_sentences_are_not_kept_for_ever(other: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "MOST_KNOWN", 10)
+    catalogue: Any = language._catalogues["ko"]
+    for step in range(100):
+        assert in_language(f"Step {step} of 100") == f"100 / {step}"
+    assert len(catalogue._known) <= 10
