@@ -109,6 +109,7 @@ class Notebook:
         self.page.wait_for_function(
             "light => document.body.dataset.jpThemeLight === light", arg="true" if theme == "light" else "false"
         )
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")  # it hides the page while a theme is loaded slowly
 
     def screenshot(self, name: str, of: Locator | None = None) -> Path:
         """Keep a picture of the page, or of one element in its full height, under ``artifacts/screenshots``; its path."""
