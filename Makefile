@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test lint types unit kernels notebooks browser browser-needs gpu bench messages lessons docs freeze clean
+.PHONY: help lab test static lint types unit environments kernels notebooks browser browser-needs gpu bench messages lessons results docs freeze clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -35,8 +35,8 @@ $(VENV)/.lab: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing the tested versions into $(VENV); the first time takes some minutes"
-	$(INSTALL) --editable '.[lab,dev]'
-	@$(INSTALL) --editable '.[models]' || echo "the models of other packages are not there: their tests are skipped"
+	@$(INSTALL) --editable '.[lab,dev,models]' || { echo "the models of other packages are not there: their tests are skipped"; \
+	    $(INSTALL) --editable '.[lab,dev]'; }
 	@touch $@ $(VENV)/.lab
 
 $(VENV)/.docs: $(VENV)/.lab
@@ -62,8 +62,10 @@ lab: $(VENV)/.lab
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 # Every stage runs, also after one that failed, and the last line says which failed.
-STAGES := lint types unit kernels notebooks browser
-test: $(VENV)/.dev browser-needs
+# What takes one core is done beside something else that does: installing, and types.
+STAGES := static unit kernels notebooks browser
+test:
+	@$(MAKE) --no-print-directory -j 2 $(VENV)/.dev browser-needs
 	@failed=; \
 	for stage in $(STAGES); do \
 	    printf '\n=== %s\n' $$stage; start=$$SECONDS; \
@@ -73,14 +75,20 @@ test: $(VENV)/.dev browser-needs
 	if [ -n "$$failed" ]; then echo "=== FAILED:$$failed"; exit 1; fi; \
 	echo "=== all stages passed: $(STAGES)"
 
+static:
+	@$(MAKE) --no-print-directory -j 2 -k --output-sync=target types lint environments
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# Some wait for processes that they have started: with a third worker the two cores wait less.
 unit: $(VENV)/.dev
-	$(PYTEST) -n 2 --dist loadfile --ignore tests/browser --ignore tests/notebooks tests
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/notebooks tests
+
+environments: $(KERNELS:%=$(KERNEL_VENVS)/%/.ready)
 
 # Controls in a busy cell on other ipykernels; `unit` has the pinned one. Two at a time, each with its output in one piece.
 kernels: $(VENV)/.dev
@@ -115,9 +123,14 @@ bench: $(VENV)/.lab
 
 # --- upkeep ----------------------------------------------------------------------------------------------------------
 
-# The notebooks, from what is in lessons/.
+# The notebooks, from what is in lessons/; and the pages of those that have changed, for which they are run. All of them anew:
+# make results RESULTS_ARGS=--all
 lessons: $(VENV)/.dev
 	$(BIN)/python tools/build_lessons.py
+	@$(MAKE) --no-print-directory results
+
+results: $(VENV)/.dev browser-needs
+	OMP_NUM_THREADS=1 $(BIN)/python tools/export_lessons.py $(RESULTS_ARGS)
 
 docs: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python tools/build_reference.py

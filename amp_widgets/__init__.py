@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from amp_widgets.runs_comparison import compare_runs
     from amp_widgets.session import AmpSession
     from amp_widgets.widgets.format_lab import FormatLab
+    from amp_widgets.widgets.presenting_control import present
     from amp_widgets.widgets.question import Question, ask
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "demo",
     "load_ipython_extension",
     "open_run",
+    "present",
     "scenario",
     "unload_ipython_extension",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "compare_runs": "amp_widgets.runs_comparison",
     "demo": "amp_widgets.demos",
     "open_run": "amp_widgets.recorded_run",
+    "present": "amp_widgets.widgets.presenting_control",
     "scenario": "amp_widgets.demos",
 }
 

@@ -2,6 +2,12 @@
 
 Texts are English in the code. What is shown is said in the reader's language where it is made: `say("Step {step}", step=3)`.
 What is kept, such as events, errors and files, stays English, and is put into the language when it is shown: `in_language`.
+
+* A report, such as a plan or a comparison, is in the language where it shows itself: its `repr`, its `str` and its HTML. Its
+  properties and its table for programs are English. A ``<repr of an object>`` in angle brackets is for programmers, and English.
+* An error is English in its `str`, in logs and in tracebacks, where it can be searched for. The dashboard and ``%amp`` show it in
+  the language; below the traceback of a cell it is said in the language, too, where the extension is loaded.
+* Dashboards and views that are open follow a change of the language: `follow_language`.
 """
 
 from __future__ import annotations
@@ -13,7 +19,8 @@ import json
 import locale
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,10 +75,11 @@ class Catalogue:
         return self._known[english]
 
     def _whole(self, english: str) -> _Told | None:
-        """One text of the catalogue, the one with the most text of its own."""
+        """One text of the catalogue: of the few that fit with most text of their own, the one that says most with its values."""
         known = self._sayings.get(english)
         if known:
             return _Told(known, _letters(english))
+        best, fitting = None, 0
         for template in self._templates:
             found = template.pattern.fullmatch(english) if template.longest in english else None
             if found is not None:
@@ -81,8 +89,11 @@ class Catalogue:
                         texts[name], texts[after] = self._apart(texts[name])
                 values = {name: self._value(text, word=name in _WORDS) for name, text in texts.items()}
                 text = template.translated.format(**{name: value.text for name, value in values.items()})
-                return _Told(text, template.letters + sum(value.letters for value in values.values()))
-        return None
+                best = self._better(best, _Told(text, template.letters + sum(value.letters for value in values.values())))
+                fitting += 1
+                if fitting == MOST_FITTING:
+                    break
+        return best
 
     def _parts(self, english: str) -> _Told | None:
         """Several of them, or one with a full stop that is not of it."""
@@ -164,7 +175,7 @@ class Catalogue:
     def _templates(self) -> list[_Template]:
         """Of each text with placeholders, the one with most text of its own first."""
         found = [_Template.of(english, translated) for english, translated in self._sayings.items() if "{" in english]
-        return sorted((one for one in found if one.letters >= LEAST_LETTERS), key=lambda one: (-one.characters, one.translated))
+        return sorted((one for one in found if one.letters), key=lambda one: (-one.characters, one.translated))
 
 
 class _Told(NamedTuple):
@@ -191,9 +202,9 @@ class _Template:
         literals, names = [piece.replace("{{", "{").replace("}}", "}") for piece in pieces[::2]], pieces[1::2]
         pairs = tuple((one, other) for one, other, between in zip(names, names[1:], literals[1:], strict=False) if not between)
         whole = "".join(literals)
-        return _Template(
-            max(literals, key=len), _expression(literals, names), pairs, _letters(whole), len(whole), translated
-        )  # fmt: skip
+        letters = _letters(whole)
+        expression = _expression(literals, names, only_figures=letters < LEAST_LETTERS)
+        return _Template(max(literals, key=len), expression, pairs, letters, len(whole), translated)
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -209,14 +220,14 @@ def _letters(text: str) -> int:
     return len(re.findall(r"[A-Za-z]", text))
 
 
-def _expression(literals: list[str], names: list[str]) -> str:
+def _expression(literals: list[str], names: list[str], *, only_figures: bool) -> str:
     """A pattern for a text; of several placeholders in a row the first gets all, as it cannot be seen where the next begins."""
     expression = re.escape(literals[0])
     seen: set[str] = set()
     for name, before, after in zip(names, literals, literals[1:], strict=False):
         if name in seen:
             expression += f"(?P={name})"
-        elif name in _NUMBERS:
+        elif name in _NUMBERS or only_figures:
             expression += f"(?P<{name}>[\\d,.]+)"
         else:
             expression += f"(?P<{name}>{'.*' if not after and before else '.*?'})"
@@ -229,7 +240,9 @@ ENOUGH = 0.5
 """Part of the letters of a sentence, names in quotes and code not counted, that is to be of the catalogue."""
 _NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|\b[\w/]*[./_(][\w/.(]*|\b\w*\d\w*")
 LEAST_LETTERS = 3
-"""A text with fewer letters of its own says too little to be recognized in a sentence."""
+"""A text with fewer letters of its own, such as ``{shown} of {count}``, is recognized with figures only."""
+MOST_FITTING = 8
+"""So many texts that a sentence may be are looked into."""
 MOST_KNOWN = 4096
 """So many sentences are remembered with what they are in the language; events come with ever new numbers."""
 _WORDS = ("phase", "state", "kind", "what", "place", "LAYERS", "value", "why", "reason", "cause", "because", "worst")
@@ -261,7 +274,20 @@ def set_language(code: str | None) -> None:
     if code is not None and code not in LANGUAGES:
         known = ", ".join(f"{known} ({name})" for known, name in LANGUAGES.items())
         raise LanguageError(f"language: got {code!r}, expected one of {known}")
+    before = language()
     _chosen = code
+    if language() != before:
+        for follower in [*_followers]:
+            call = follower()
+            if call is None:
+                _followers.remove(follower)
+            else:
+                call()
+
+
+def follow_language(method: Callable[[], object]) -> None:
+    """Have a method of an object called after each change of the language, as long as there is the object."""
+    _followers.append(weakref.WeakMethod(method))
 
 
 def wished_language() -> str:
@@ -300,6 +326,11 @@ def marked(text: str) -> str:
     return text
 
 
+def marked_all(*texts: str) -> tuple[str, ...]:
+    """Several texts as they are, each `marked`, such as the headings of a table."""
+    return texts
+
+
 def in_language(sentence: str) -> str:
     """A finished English sentence, such as that of an event or an error, in the language in force.
 
@@ -330,6 +361,7 @@ def page_script_in_language(script: str) -> str:
 
 _SAID_IN_SCRIPT = re.compile(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"')
 _chosen: str | None = None
+_followers: list[weakref.WeakMethod[Callable[[], object]]] = []
 _catalogues: dict[str, Catalogue | None] = {"en": None}
 
 

@@ -19,32 +19,46 @@ from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo, is_scenario, scenario
 from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError, SettingsError
+from amp_widgets.language import in_language, marked, marked_all, say
 from amp_widgets.replay_magics import HELP as REPLAY_HELP
-from amp_widgets.replay_magics import Replay, in_one_line, speak, words_of
+from amp_widgets.replay_magics import Replay, in_one_line, present, speak, tell_errors, words_of
 from amp_widgets.session import AmpSession, newest_session
 from amp_widgets.widgets.picture import Picture
 
-HELP = f"""\
-%amp                               this help, and how the newest session stands
+HELP = (
+    *marked_all(
+        "%amp                               this help, and how the newest session stands",
+        """\
 %amp demo digits                   a small model on real data, and its dashboard (also: text,
-                                   underflow, overflow; --scenarios: with situations to play above it)
+                                   underflow, overflow; --scenarios: with situations to play above it)""",
+        """\
 %amp demo memory-wall              a situation to play: guess, run it, see how far off you were (also: scaling-off,
-                                   first-scale, growth, bf16-fp16, both, batchnorm, speed)
-%amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard
+                                   first-scale, growth, bf16-fp16, both, batchnorm, speed)""",
+        "%amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard",
+        """\
 %%amp [--model NAME] [--cpu]       runs the cell as it is, with its training loop under live control
-                                   (--model: which of several models; --cpu: CUDA-only code, without a GPU)
+                                   (--model: which of several models; --cpu: CUDA-only code, without a GPU)""",
+        """\
 %amp set NAME=VALUE ...            ask for settings, in force from the next step: autocast=fp16 init_scale=2**16
                                    scaling=off growth_interval=100 max_scale=none
-                                   checkpointed=layers.0,layers.2 (or layers.*, or none)  fp32_layers=**.norm
-%amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop
+                                   checkpointed=layers.0,layers.2 (or layers.*, or none)  fp32_layers=**.norm""",
+        "%amp set NAME=VALUE ... --at STEP  the same from a later step on; also in a %%amp cell, before its loop",
+        """\
 %amp budget 200MB                  memory that a step on a CPU may hold: above it, it is out of memory (also: off);
-                                   without a size: what it is
-%amp record run.db                 write the run to a new file as it happens (off: no more); also in a %%amp cell, before its loop
-%amp note TEXT                     a note of yours among the events
-{REPLAY_HELP}
-{COMPARE_HELP}
-%amp formats                       a number in each number format, bit by bit
-%amp close                         let go of the model"""
+                                   without a size: what it is""",
+        """\
+%amp record run.db                 write the run to a new file as it happens (off: no more); also in a %%amp cell, before
+                                   its loop""",
+        "%amp note TEXT                     a note of yours among the events",
+    ),
+    *REPLAY_HELP,
+    COMPARE_HELP,
+    *marked_all(
+        "%amp formats                       a number in each number format, bit by bit",
+        "%amp close                         let go of the model",
+    ),
+)
+"""What `%amp` shows, in English: a text for each line that there is."""
 
 
 @magics_class
@@ -99,6 +113,8 @@ class AmpMagics(Magics):
             self._compare.show(words[1:])
         elif words[0] == "lang":
             speak(words[1:])
+        elif words[0] == "present":
+            present(words[1:])
         elif words[0] == "note":
             _note(" ".join(words[1:]))
         elif words == ["formats"]:
@@ -112,7 +128,7 @@ class AmpMagics(Magics):
             optimizer = self._value(words[1]) if len(words) == 2 else None
             self._adopt(lambda: AmpSession(_checked_model(words[0], model), optimizer))
         else:
-            raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of these:\n{HELP}")
+            raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of the lines of the help; %amp alone shows it")
 
     def _demo(self, words: list[str]) -> None:
         names = [word for word in words if word != "--scenarios"]
@@ -167,51 +183,59 @@ class AmpMagics(Magics):
 
     def _set(self, words: list[str]) -> None:
         words, at_step = _without_step(words)
-        whose = ""
         changes = parse_settings(words)
         if self._cell is not None:
-            told = self._cell.request(changes, at_step)
+            asked, model = self._cell.request(changes, at_step), ""
         else:
             session = newest_session()
             if session is None:
-                raise MagicError(f"%amp set: {_NO_SESSION}")
-            whose = f" of the session on {session.model_type}"
+                raise MagicError(f"%amp set: {NO_SESSION}")
+            model = session.model_type
             if at_step is None:
-                told = session.request(source="magic", **changes).changes
+                asked = session.request(source="magic", **changes).changes
             else:
-                told = session.schedule(at_step=at_step, source="magic", **changes).changes
-        when = "the next step" if at_step is None else f"step {at_step}"
-        text = " ".join(words) if told is changes else describe_changes(told)  # as typed while the layers are not known
-        print(f"requested: {text}; in force from {when}{whose}")
+                asked = session.schedule(at_step=at_step, source="magic", **changes).changes
+        # as typed while the layers are not known
+        text = " ".join(words) if asked is changes else in_language(describe_changes(asked))
+        when = say("the next step") if at_step is None else say("step {step}", step=at_step)
+        if model:
+            sentence = marked("requested: {changes}; in force from {when} of the session on {model}")
+            print(say(sentence, changes=text, when=when, model=model))
+        else:
+            print(say("requested: {changes}; in force from {when}", changes=text, when=when))
 
     def _set_budget(self, words: list[str]) -> None:
         if not words:
             self._show_budget()
             return
         budget = parse_size(" ".join(words))
-        whose = ""
         if self._cell is not None:
             self._cell.set_budget(budget)
+            print(say("memory budget: {size}, from the next step on", size=_budget_text(budget)))
         else:
             session = newest_session()
             if session is None:
-                raise MagicError(f"%amp budget: {_NO_SESSION}")
+                raise MagicError(f"%amp budget: {NO_SESSION}")
             session.memory_budget = budget
-            whose = f" of the session on {session.model_type}"
-        print(f"memory budget{whose}: {'off' if budget is None else memory_text(budget)}, from the next step on")
+            print(
+                say(
+                    "memory budget of the session on {model}: {size}, from the next step on",
+                    model=session.model_type,
+                    size=_budget_text(budget),
+                )
+            )
 
     def _show_budget(self) -> None:
         session = newest_session()
         if self._cell is not None:
-            budget = self._cell.budget
-            print(f"memory budget: {'off' if budget is None else memory_text(budget)}")
+            print(say("memory budget: {size}", size=_budget_text(self._cell.budget)))
         elif session is None:
-            print("memory budget: there is no session yet; %amp budget 200MB in a %%amp cell, above its loop, sets one")
+            print(say("memory budget: there is no session yet; %amp budget 200MB in a %%amp cell, above its loop, sets one"))
         else:
-            budget = session.memory_budget
-            print(f"memory budget of the session on {session.model_type}: {'off' if budget is None else memory_text(budget)}")
+            size = _budget_text(session.memory_budget)
+            print(say("memory budget of the session on {model}: {size}", model=session.model_type, size=size))
             if session.budget_gap is not None:
-                print(session.budget_gap)
+                print(in_language(session.budget_gap))
 
     def _record(self, words: list[str]) -> None:
         session = newest_session()
@@ -219,16 +243,19 @@ class AmpMagics(Magics):
             raise MagicError(f"%amp record: got {len(words)} words, expected the name of a new file, such as run.db, or off")
         if self._cell is not None and words and words[0] != "off":
             self._cell.record(words[0])
-            print(f"recording: to {words[0]}, from the loop's first step on")
+            print(say("recording: to {path}, from the loop's first step on", path=words[0]))
             return
         if session is None:
-            raise MagicError(f"%amp record: {_NO_SESSION}")
+            raise MagicError(f"%amp record: {NO_SESSION}")
         if words == ["off"]:
             session.stop_recording()
         elif words:
             session.record(words[0])
-        where = session.recorded_to
-        print(f"recording of the session on {session.model_type}: {'off' if where is None else f'to {where}'}")
+        model, where = session.model_type, session.recorded_to
+        if where is None:
+            print(say("recording of the session on {model}: off", model=model))
+        else:
+            print(say("recording of the session on {model}: to {path}", model=model, path=where))
 
     def _adopt(self, make: Any) -> None:
         session = make()
@@ -236,7 +263,10 @@ class AmpMagics(Magics):
         self._session = session
         name = self._free_name()
         self.shell.push({name: session})
-        print(f"{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python")
+        sentence = marked(
+            "{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python"
+        )
+        print(say(sentence, name=name))
         try:
             shown: object = session.dashboard()
         except MissingExtraError as error:  # the magics work without widgets
@@ -256,7 +286,7 @@ class AmpMagics(Magics):
         session.close()
         if session is self._session:
             self._session = None
-        print("closed: the model is as it was")
+        print(say("closed: the model is as it was"))
 
     def _value(self, name: str) -> Any:
         first, *rest = name.split(".")
@@ -276,6 +306,7 @@ class AmpMagics(Magics):
 def register(shell: Any) -> None:
     """Bring the magic to `shell`."""
     shell.register_magics(AmpMagics)
+    tell_errors(shell)
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -350,36 +381,46 @@ def _without_step(words: list[str]) -> tuple[list[str], int | None]:
 
 def _show_status() -> None:
     session = newest_session()
-    print(HELP)
+    print(*map(say, HELP), sep="\n")
     print()
     if session is None:
-        print("There is no session yet.")
+        print(say("There is no session yet."))
         return
     state = session.dashboard_state()
     settings = session.settings
-    scaling = f"loss scaling from {format_scale(settings.init_scale)}" if settings.scales_loss else "no loss scaling"
-    print(f"{session!r}; run: {state.run}")
+    print(say("{session}; run: {state}", session=repr(session), state=in_language(state.run)))
+    scale = format_scale(settings.init_scale)
     print(
-        f"in force: autocast {settings.autocast}, {scaling}, "
-        f"{len(settings.checkpointed)} of {len(state.layers)} layers checkpointed, {len(settings.fp32_layers)} kept in FP32"
+        say(
+            "in force: autocast {autocast}, {scaling}, {checkpointed} of {layers} layers checkpointed, {kept} kept in FP32",
+            autocast=settings.autocast,
+            scaling=say("loss scaling from {scale}", scale=scale) if settings.scales_loss else say("no loss scaling"),
+            checkpointed=len(settings.checkpointed),
+            layers=len(state.layers),
+            kept=len(settings.fp32_layers),
+        )
     )
     if state.pending:
-        print(f"waiting:  {describe_changes(state.pending)}")
+        print(say("waiting:  {changes}", changes=in_language(describe_changes(state.pending))))
     if state.last_rejection:
-        print(f"rejected: {state.last_rejection}")
-    print(f"memory:   {state.memory_source}")
+        print(say("rejected: {why}", why=in_language(state.last_rejection)))
+    print(say("memory:   {source}", source=in_language(state.memory_source)))
     if session.memory_budget is not None:
-        print(f"budget:   {memory_text(session.memory_budget)} a step")
+        print(say("budget:   {size} a step", size=memory_text(session.memory_budget)))
     if session.recorded_to is not None:
-        print(f"recorded: to {session.recorded_to}")
+        print(say("recorded: to {path}", path=session.recorded_to))
     death = session.out_of_memory
     if death is not None:
-        print(f"died:     {death.report[0]}; session.out_of_memory.report says more")
+        print(say("died:     {what}; session.out_of_memory.report says more", what=in_language(death.report[0])))
     if not _has_widgets():
-        display(Picture(session, "The charts as they stand:"))
+        display(Picture(session, marked("The charts as they stand:")))
 
 
-_NO_SESSION = (
+def _budget_text(budget: float | None) -> str:
+    return say("off") if budget is None else memory_text(budget)
+
+
+NO_SESSION = marked(
     "there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or AmpSession(model, optimizer). For a "
     "%%amp cell, put this line into the cell, above its loop"
 )
@@ -388,7 +429,7 @@ _NO_SESSION = (
 def _note(text: str) -> None:
     session = newest_session()
     if session is None:
-        raise MagicError(f"%amp note: {_NO_SESSION}")
+        raise MagicError(f"%amp note: {NO_SESSION}")
     if not text:
         raise MagicError("%amp note: got nothing, expected a text")
     session.note(text)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from typing import Any
 
-from IPython.core.display_functions import display
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from amp_widgets.cell import cell_id
+from amp_widgets.cell_views import CellViews
 from amp_widgets.compare_magic import HELP as COMPARE_HELP
 from amp_widgets.compare_magic import Compare
 from amp_widgets.errors import AmpWidgetsError, MagicError
-from amp_widgets.language import LANGUAGES, language, say, set_language
+from amp_widgets.language import LANGUAGES, in_language, language, marked, marked_all, say, set_language
 from amp_widgets.recorded_run import RecordedRun, open_run
 
-HELP = """\
-%amp replay run.db                 a run that was recorded, step by step; one that is being recorded is followed
-%amp lang ko                       the language of what is shown: en, ko; without a code: which one it is"""
-WITHOUT_TORCH = (
+HELP = marked_all(
+    "%amp replay run.db                 a run that was recorded, step by step; one that is being recorded is followed",
+    "%amp lang ko                       the language of what is shown: en, ko; without a code: which one it is",
+    """\
+%amp present large high-contrast   dashboards for a projector: normal, large, very-large; notebook, light, dark, high-contrast;
+                                   without either: the choices""",
+)
+WITHOUT_TORCH = marked(
     "torch is not installed: a run that was recorded can be looked at, and nothing else. The whole of %amp needs torch"
 )
 
 
 class Replay:
-    """Opens run files for a shell, one a cell; where the front end does not say which cell it is, one at a time.
+    """Opens run files for a shell, one a cell.
 
     Parameters
     ----------
@@ -33,8 +38,7 @@ class Replay:
     """
 
     def __init__(self, shell: Any) -> None:
-        self._shell = shell
-        self._shown: dict[str, tuple[RecordedRun, Any]] = {}  # by cell
+        self._views = CellViews(shell, ("run", "recorded_run"), RecordedRun)
 
     def show(self, words: list[str]) -> None:
         """Display the run in this file.
@@ -54,25 +58,12 @@ class Replay:
         except BaseException:
             run.close()
             raise
-        place = cell_id(self._shell)
-        self._close_one(place)  # a cell that is run again
-        self._shown[place] = (run, dashboard)
-        name = next((one for one in ("run", "recorded_run") if self._is_free(one)), "recorded_run_")
-        self._shell.push({name: run})
-        print(f"{name} is the run behind this dashboard: {name}.history.columns('step', 'loss') has its numbers")
-        display(dashboard)
+        told = say("{name} is the run behind this dashboard: {name}.history.columns('step', 'loss') has its numbers")
+        self._views.show(run, dashboard, told)
 
     def close(self) -> None:
         """Close the runs that were opened, and their dashboards."""
-        for place in list(self._shown):
-            self._close_one(place)
-
-    def _close_one(self, place: str) -> None:
-        for one in reversed(self._shown.pop(place, ())):
-            one.close()
-
-    def _is_free(self, name: str) -> bool:
-        return isinstance(self._shell.user_ns.get(name), (RecordedRun, type(None)))
+        self._views.close()
 
 
 @magics_class
@@ -97,8 +88,10 @@ class ReplayMagics(Magics):
                 self._compare.show(words[1:])
             elif cell is None and words[:1] == ["lang"]:
                 speak(words[1:])
+            elif cell is None and words[:1] == ["present"]:
+                present(words[1:])
             elif cell is None and words in ([], ["help"], ["status"]):
-                print(f"{HELP}\n{COMPARE_HELP}\n\n{WITHOUT_TORCH}.")
+                print(*map(say, (*HELP, COMPARE_HELP)), f"\n{say(WITHOUT_TORCH)}.", sep="\n")
             else:
                 raise MagicError(f"%amp {line.strip()}: {WITHOUT_TORCH}")
         except AmpWidgetsError as error:
@@ -113,6 +106,20 @@ class ReplayMagics(Magics):
 def register(shell: Any) -> None:
     """Bring the magic to `shell`."""
     shell.register_magics(ReplayMagics)
+    tell_errors(shell)
+
+
+def tell_errors(shell: Any) -> None:
+    """Have errors of this package said in the language in force as well, below the traceback of a cell."""
+    shell.events.register("post_run_cell", _tell_error)
+
+
+def _tell_error(result: Any) -> None:
+    error = result.error_in_exec
+    if isinstance(error, AmpWidgetsError) and not hasattr(error, "_render_traceback_"):  # which is in the language
+        told = in_language(str(error))
+        if told != str(error):
+            print(told, file=sys.stderr)
 
 
 def unregister(shell: Any) -> None:
@@ -123,6 +130,8 @@ def unregister(shell: Any) -> None:
             magics.close()
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("amp", None)
+    with contextlib.suppress(ValueError):
+        shell.events.unregister("post_run_cell", _tell_error)
 
 
 def speak(words: list[str]) -> None:
@@ -141,13 +150,26 @@ def speak(words: list[str]) -> None:
         set_language(words[0])
         print(
             say(
-                "language: {name}. Dashboards of open sessions follow at once, all else when it is shown next",
+                "language: {name}. Open dashboards follow at once, all else when it is shown next",
                 name=LANGUAGES[language()],
             )
         )
     else:
         known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
         print(say("language: {name}; there are {known}", name=LANGUAGES[language()], known=known))
+
+
+def present(words: list[str]) -> None:
+    """``%amp present``: the size of type and the theme of what is shown.
+
+    Parameters
+    ----------
+    words
+        Of the size and of the theme, if they are to change.
+    """
+    from amp_widgets.widgets.presenting_control import present_in_cell
+
+    present_in_cell(words)
 
 
 def words_of(line: str) -> list[str]:
@@ -165,8 +187,8 @@ def words_of(line: str) -> list[str]:
 
 
 def in_one_line(error: AmpWidgetsError) -> AmpWidgetsError:
-    """The same error, shown as its one sentence: a mistyped line needs no traceback through this package."""
+    """The same error, shown as one sentence in the language in force: a mistyped line needs no traceback through this package."""
     shown = type(error)(str(error))
-    lines = [f"{type(error).__name__}: {error}"]
+    lines = [f"{type(error).__name__}: {in_language(str(error))}"]
     shown._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
     return shown

@@ -67,12 +67,16 @@ class RunRecording:
         except RecordingError as error:
             self._why_ended = f"Recording has ended with the fork: {error}"
 
-    def end(self) -> None:
-        """Write what is left, and let go of the file."""
-        self._why_ended = None
+    def end(self) -> str | None:
+        """Write what is left, and let go of the file; that this has failed, as a sentence that `notice` has, too, or None."""
         recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
+        if recorder is None:
+            self._why_ended = None
+            return None
+        known = recorder.lost
+        recorder.close()
+        self._why_ended = None if known else recorder.notice
+        return self._why_ended
 
     @property
     def path(self) -> Path | None:

@@ -61,7 +61,7 @@ class RunsComparison:
     runs
         In the order in which they were given.
     names
-        What they are called, no two alike.
+        What they are called now, no two alike.
     align
         ``"step"`` or ``"time"``.
     """
@@ -87,7 +87,12 @@ class RunsComparison:
             self._close()
             raise RecordingError(f"compare_runs: {error}") from None
         self.runs: tuple[RunLike, ...] = tuple(found)
-        self.names = names_of(self.runs) if names is None else tuple(names)
+        self._given_names = None if names is None else tuple(names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As given; else of the runs as they are now: a fork changes the name of a session."""
+        return names_of(self.runs) if self._given_names is None else self._given_names
 
     @property
     def table(self) -> Differences:
@@ -144,7 +149,7 @@ class RunsComparison:
             from amp_widgets.widgets.runs_view import RunsView
         except ImportError as error:
             raise MissingExtraError(f"view: {error}; install the widgets with: pip install 'amp-widgets[notebook]'") from error
-        view = RunsView(self.runs, names=self.names, align=self.align, keep=self)
+        view = RunsView(self.runs, names=self._given_names, align=self.align, keep=self)
         for widget in view.widgets():
             kernel.answer_where_asked(widget.comm)
         return view

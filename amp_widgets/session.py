@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -252,7 +253,7 @@ class AmpSession(SessionAnalyses, Exports):
 
     def stop_recording(self) -> None:
         """Write what is left, and let go of the file."""
-        self._recording.end()
+        _warn_of(self._recording.end())
 
     def log_to(self, sink: Sink) -> None:
         """Log the run to another tool too, what it has so far and what comes; until `stop_logging` or `close`.
@@ -276,7 +277,7 @@ class AmpSession(SessionAnalyses, Exports):
 
     def stop_logging(self) -> None:
         """Log what is left, and close what `log_to` was given."""
-        self._sinks.end()
+        _warn_of(self._sinks.end())
 
     @property
     def recorded_to(self) -> Path | None:
@@ -421,8 +422,8 @@ class AmpSession(SessionAnalyses, Exports):
         self._forks.close()
         super().close()
         self._on_demand.do_jobs()  # to no effect but that they say so
-        self._write_what_is_left()
         self._last_scale = self.scaler.get_scale()
+        self._write_what_is_left()
 
     def __enter__(self) -> AmpSession:
         return self
@@ -441,8 +442,7 @@ class AmpSession(SessionAnalyses, Exports):
     def _write_what_is_left(self) -> None:
         """To the file, and to other tools, which are let go; also where nobody has called `close`."""
         self._journal.write(wait=True)
-        self._recording.end()
-        self._sinks.end()
+        _warn_of(self._recording.end(), self._sinks.end(), stacklevel=4)
 
 
 _sessions: list[weakref.ref[AmpSession]] = []
@@ -460,6 +460,12 @@ def _write_all_that_is_left() -> None:
         if session is not None:
             with contextlib.suppress(Exception):
                 session._write_what_is_left()
+
+
+def _warn_of(*missing: str | None, stacklevel: int = 3) -> None:
+    """Of what is missing in a file or another tool at its end: a script has no dashboard that would say so."""
+    for sentence in filter(None, missing):
+        warnings.warn(sentence, RuntimeWarning, stacklevel=stacklevel)
 
 
 def newest_session() -> AmpSession | None:

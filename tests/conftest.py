@@ -21,8 +21,18 @@ os.environ["AMP_WIDGETS_LANG"] = "en"
 
 HERE = Path(__file__).parent
 MARKERS = {"browser": pytest.mark.browser, "notebooks": pytest.mark.notebook, "gpu": pytest.mark.gpu}
-TIMEOUTS_S = {"browser": 180, "notebooks": 180, "gpu": 120}
+TIMEOUTS_S = {"browser": 300, "notebooks": 180, "gpu": 120}
 DEFAULT_TIMEOUT_S = 90
+
+# Ten seconds and more, the longest first. They are begun first, so that no worker is left with one when the others have ended.
+LONG = (
+    "capture/test_loop_forms.py", "analysis/test_planner.py", "analysis/test_fake_step.py", "core/memory/test_malloc.py",
+    "core/memory/test_device_threads.py", "test_session_plan.py", "test_kernel.py", "analysis/test_models_of_a_package.py",
+    "test_readme.py", "test_captured_cell.py", "test_imports.py", "test_out_of_memory.py", "test_messages.py", "test_magics.py",
+    "analysis/test_batch_size.py", "core/memory/test_whole_step.py", "test_busy_cell.py", "widgets/test_untranslated.py",
+    "widgets/test_dashboard.py", "core/test_checkpointing.py", "test_fork.py", "scenarios/test_measured.py",
+    "core/test_recompute.py", "analysis/test_compare.py", "capture/test_on_cpu.py", "capture/test_capture.py",
+)  # fmt: skip
 
 try:
     import hypothesis
@@ -43,10 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(MARKERS[directory])
         if limits_time and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUTS_S.get(directory, DEFAULT_TIMEOUT_S)))
+    places = {HERE / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports have made stays: the garbage collector, which many tests call, need not go through it each time."""
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """The garbage collector, which many tests call, need not go through what imports and the modules before have made.
+
+    Nor need what asks it for objects or for who refers to one, as a session does that looks for its optimizers.
+    """
     gc.collect()
     gc.freeze()
 

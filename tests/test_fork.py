@@ -269,8 +269,11 @@ def test_what_was_changed_on_the_way_to_the_step_is_repeated_and_what_came_after
         assert first.settings == first.settings_at(11)
         train(session, 12)
         assert rows(session)["scale"][9:].tolist() == [1.0] * 3  # the change at 9 is of the course that was left
+        compared = aw.compare_runs(first, session)
+        assert compared.names == compared.table.runs == ("run", "fork-1")
         second = session.fork(at_step=9, autocast="fp16", init_scale=2.0**10)
         assert second.name == "fork-1"
+        assert compared.names == compared.table.runs == ("run", "fork-2")
         train(session, 12)
         assert_same_rows(then, rows(session))
         assert [request.at_step for request in session.scheduled] == [14]  # that is still to come

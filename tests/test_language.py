@@ -154,3 +154,30 @@ def test_many_sentences_are_not_kept_for_ever(other: None, monkeypatch: pytest.M
     for step in range(100):
         assert in_language(f"Step {step} of 100") == f"100 / {step}"
     assert len(catalogue._known) <= 10
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def speak(self) -> None:
+        self.heard.append(language.language())
+
+
+def test_who_follows_the_language_is_called_when_it_changes(other: None) -> None:
+    listener, gone = Listener(), Listener()
+    heard = gone.heard
+    language.follow_language(listener.speak)
+    language.follow_language(gone.speak)
+    del gone
+    set_language("ko")  # as it is
+    set_language("en")
+    set_language("ko")
+    assert listener.heard == ["en", "ko"]
+    assert heard == []
+
+
+def test_short_texts_are_recognized_with_figures_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue = Catalogue({"{shown} of {count}": "{count}>{shown}"})
+    assert catalogue.sentences("1,024 of 4,096") == "4,096>1,024"
+    assert catalogue.sentences("weights of layers") is None

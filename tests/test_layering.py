@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("export",),
     ("widgets",),
     ("runs_comparison",),
+    ("cell_views",),
     ("compare_magic",),
     ("background_run",),  # from here the rooms of the session, up to itself
     ("on_demand",),
@@ -38,7 +39,8 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Stricter than the order: all that these may import of the package.
 ONLY = {
-    "language": {"errors"}, "kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors", "language"}, "core": {"errors"},
+    "language": {"errors"}, "kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors", "language"},
+    "core": {"errors", "language"},
 }  # fmt: skip
 
 # What these may import of others, beside the standard library.
@@ -53,7 +55,7 @@ OTHERS = {
 # Modules that must not import torch, nor a module of the package that does.
 WITHOUT_TORCH = (
     "errors", "language", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export", "recording",
-    "runs_comparison", "compare_magic", "widgets.runs_view",
+    "runs_comparison", "cell_views", "compare_magic", "widgets.runs_view",
 )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def test_a_demo(shell: Any) -> None:
         ),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
-        ("net optim more", MagicError, "expected one of these"),
+        ("net optim more", MagicError, "expected one of the lines of the help"),
         ("close", MagicError, "no open session"),
         ("set autocast=fp16", MagicError, "there is no session yet"),
     ],
@@ -277,8 +277,8 @@ def test_formats_reads_the_weights_of_the_newest_session(shell: Any) -> None:
 
 
 def test_the_help_names_every_demo() -> None:
-    line = HELP[HELP.index("%amp demo") : HELP.index("%amp MODEL")]
-    assert all(name in line for name in DEMOS)
+    lines = "\n".join(text for text in HELP if text.startswith("%amp demo"))
+    assert all(name in lines for name in DEMOS)
 
 
 def test_the_language(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,4 +293,4 @@ def test_the_language(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
             shell.run_line_magic("amp", "lang en ko")
     finally:
         set_language(None)
-    assert "%amp lang ko" in HELP
+    assert any("%amp lang ko" in text for text in HELP)

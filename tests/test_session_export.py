@@ -18,6 +18,8 @@ from amp_widgets.export.blocks import read_block
 from amp_widgets.export.run_block import run_of_page
 from amp_widgets.export.sink import Sink
 
+MISSING = "The end of the run was not logged to a tool: OSError: it is down."
+
 
 class Failing(Sink):
     name = "a tool"
@@ -58,7 +60,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> aw.AmpSession:
     for follower in session._sinks._followers:
         follower.flush()
     session.said = session.dashboard_state().notes  # type: ignore[attr-defined]
-    session.close()
+    with pytest.warns(RuntimeWarning, match=f"^{MISSING}$") as warned:
+        session.close()
+    assert [warning.filename for warning in warned] == [__file__]
     return session
 
 
@@ -98,5 +102,6 @@ def test_a_tool_that_fails_is_told_and_training_goes_on(session: aw.AmpSession) 
     sink = session.sink  # type: ignore[attr-defined]
     assert sink.closed
     assert sink.facts["model"] == "Sequential"
+    assert MISSING in session.dashboard_state().notes
     with pytest.raises(SessionClosedError):
         session.log_to(Failing())

@@ -24,7 +24,7 @@ SUFFIXES: Mapping[str, str] = {"en": ".ipynb", "ko": ".ko.ipynb"}
 FOLDED = frozenset(("ask", "check"))
 """Tags of cells whose code is folded away: a question or its answer, and what asserts that the lesson says what is so."""
 
-_OTHER = {"en": "[한국어]({ko})", "ko": "[English]({en}) · 위젯도 한국어로 보려면 `%amp lang ko`"}
+_OTHER = {"en": "[한국어]({ko})", "ko": "[English]({en}) · 위젯이 영어로 나오면 `%amp lang ko`"}
 _NEXT = {"en": "Next: [{title}]({file})", "ko": "다음: [{title}]({file})"}
 
 

@@ -5,7 +5,7 @@ new is there without a translation, what is gone is removed, and what was transl
 
 A text is
 
-* an argument of `say`, `say_number` or `marked`, in Python and in JavaScript;
+* an argument of `say`, `say_number`, `marked` or `marked_all`, in Python and in JavaScript;
 * a text of a prepared situation, an argument of ``Scenario``;
 * a sentence that a lower part makes: an error, the reason of an event, a note, a verdict. Those stay English where they are made
   and kept, and are recognized when they are shown, so each is a template here: what an f-string fills in becomes a placeholder.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 import io
 import re
 import sys
@@ -36,9 +37,11 @@ TEMPLATES_IN = (
     "session_state.py", "session_analyses.py", "cell_steps.py", "run_recording.py", "runs_comparison.py", "forks.py",
     "snapshots.py", "kernel.py", "capture/*.py", "captured_cell.py",
     "run_sinks.py", "export/sink*.py", "export/html.py",
-    "demos/measures.py", "demos/prepared_scenario.py", "widgets/*.py",
+    "demos/measures.py", "demos/prepared_scenario.py",
 )  # fmt: skip
-"""Where the sentences are made that are shown without being made for it; of `widgets` only the errors."""
+"""Where the sentences are made that are shown without being made for it."""
+ERRORS_IN = ("*.py", "demos/*.py", "export/*.py", "charts/*.py", "widgets/*.py")
+"""Where else the errors are shown; all else in there is said for it."""
 NOT_SHOWN = (
     "core/formats.py",
     "core/class_exchange.py",
@@ -49,11 +52,11 @@ NOT_SHOWN = (
 NO_DATE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 """In place of the day of making, so that the same sources make the same files."""
 SCENARIO_TEXTS = ("title", "situation", "watch", "question", "unit", "choices", "why", "more", "on_cpu")
-MARKS = ("say", "marked", "say_number")
+MARKS = ("say", "marked", "marked_all", "say_number")
 _SILENT_CALLS = (
     "compile", "fullmatch", "match", "search", "sub", "removeprefix", "removesuffix", "startswith", "endswith", "split",
     "partition", "rpartition", "execute", "executescript", "getattr", "hasattr", "import_module", "say", "marked", "say_number",
-    "in_language", "warn", "Literal", "TypeVar", "strftime", "replace",
+    "marked_all", "in_language", "warn", "Literal", "TypeVar", "strftime", "replace",
 )  # fmt: skip
 
 _SENTENCE = re.compile(r"[A-Za-z]{2,}[,:;]? +[A-Za-z]{2,}|[A-Za-z]{2,}:? \{|\} [A-Za-z]{2,}")
@@ -62,6 +65,7 @@ _NO_SENTENCE = re.compile(r"^\s*<|^\n|^\{\{|^(SELECT|CREATE|INSERT|PRAGMA|UPDATE
 Message = str | tuple[str, str]
 
 
+@functools.cache
 def messages() -> dict[Message, set[str]]:
     """Each text, or the two forms of one that depends on a number, and the files that have it."""
     found: dict[Message, set[str]] = {}
@@ -84,10 +88,10 @@ def messages() -> dict[Message, set[str]]:
 
 def sentences() -> Iterator[tuple[str, Path]]:
     """The templates of what the lower parts say, and the files that have them."""
-    for path in sorted({path for pattern in TEMPLATES_IN for path in PACKAGE.glob(pattern)}):
-        where = path.relative_to(PACKAGE).as_posix()
-        if where not in NOT_SHOWN:
-            for text in _templates(ast.parse(path.read_text(encoding="utf-8")), only_errors=where.startswith("widgets/")):
+    whole = {path for pattern in TEMPLATES_IN for path in PACKAGE.glob(pattern)}
+    for path in sorted(whole.union(path for pattern in ERRORS_IN for path in PACKAGE.glob(pattern))):
+        if path.relative_to(PACKAGE).as_posix() not in NOT_SHOWN:
+            for text in _templates(ast.parse(path.read_text(encoding="utf-8")), only_errors=path not in whole):
                 yield text, path
 
 
@@ -101,9 +105,11 @@ def _marked(tree: ast.Module) -> Iterator[Message]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         if node.func.id in MARKS:
-            texts = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             if node.func.id == "say_number" and len(texts) == 2:
                 yield texts[0], texts[1]
+            elif node.func.id == "marked_all":
+                yield from filter(None, texts)
             elif texts:
                 yield texts[0]
         elif node.func.id == "Scenario":

@@ -29,6 +29,7 @@ from amp_widgets.core.memory.dissolve import dissolve
 from amp_widgets.core.memory.profile import StepProfile, memory_text
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings
 from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.language import in_language
 
 LARGEST = 2**20
 """Rows; where the peak does not grow with the batch, no larger ones are looked for."""
@@ -69,6 +70,11 @@ class BatchSize:
     multiple_of: int = 1
 
     def __str__(self) -> str:
+        return in_language(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """What it comes to."""
         what = describe_settings(self.settings)
         budget, peak = told_apart(self.budget_bytes, self.predicted_peak_bytes)
         if not self.size:
@@ -114,6 +120,11 @@ class Confirmation:
         return self.profile is not None and self.profile.peak_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
+        return in_language(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """What it comes to."""
         what = f"{describe_settings(self.settings)}, batch {self.size}"
         if self.profile is None:
             return f"{what}: out of memory ({self.out_of_memory})"

@@ -24,8 +24,9 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.budget import checked_budget, told_apart
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import AutocastName
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
 from amp_widgets.errors import AmpWidgetsError, SettingsError
+from amp_widgets.language import in_language, marked_all, say
 
 VERB = "largest_batch"
 
@@ -99,14 +100,17 @@ class BatchSizes(Sequence[BatchSizeRow]):
         return [_HEADINGS, *(self._cells(row) for row in self.rows)]
 
     def __str__(self) -> str:
-        return f"the largest batch that fits into {memory_text(self.budget_bytes)}"
+        return say("the largest batch that fits into {budget_bytes}", budget_bytes=memory_text(self.budget_bytes))
 
     def __repr__(self) -> str:
-        return "\n".join([str(self), *table_text(self.to_table(), words=_WORDS), *self.notes])
+        return "\n".join([str(self), *table_text(self._told_table(), words=_WORDS), *map(in_language, self.notes)])
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"<div><b>{html.escape(str(self))}</b>{table_html(self.to_table(), words=_WORDS)}{notes}</div>"
+        notes = "".join(f"<div>{html.escape(in_language(note))}</div>" for note in self.notes)
+        return f"<div><b>{html.escape(str(self))}</b>{table_html(self._told_table(), words=_WORDS)}{notes}</div>"
+
+    def _told_table(self) -> list[list[str]]:
+        return told(self.to_table(), sentences=_SENTENCES)
 
     def _peak_text(self, peak_bytes: float) -> str:
         """As long as it is another one than that of the budget."""
@@ -116,7 +120,7 @@ class BatchSizes(Sequence[BatchSizeRow]):
         first = self.rows[0].size
         ratio = f"×{row.size / first:.2f}" if first and row.size else ""
         found, done = row.found, row.confirmed
-        size = "not known" if found is None else "none fits" if not row.size else f"{'at least ' * found.capped}{found.size:,}"
+        size = _NOT_KNOWN if found is None else _NONE_FITS if not row.size else f"{'at least ' * found.capped}{found.size:,}"
         if found is not None and row.size and found.multiple_of > 1:
             size += f" (of multiples of {found.multiple_of})"
         predicted = "" if found is None or not row.size else self._peak_text(found.predicted_peak_bytes)
@@ -308,5 +312,7 @@ def _first_line(error: BaseException) -> str:
     return text if isinstance(error, AmpWidgetsError) else f"{type(error).__name__}: {text}"
 
 
-_HEADINGS = ("settings", "layers", "largest batch", "× fp32/none", "predicted peak", "really run")
+_HEADINGS = marked_all("settings", "layers", "largest batch", "× fp32/none", "predicted peak", "really run")
+_NOT_KNOWN, _NONE_FITS = marked_all("not known", "none fits")
 _WORDS = (0, 5)
+_SENTENCES = (2, 5)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 from amp_widgets.analysis.relative_error import error_text
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.number_text import ratio_text, time_text
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
 from amp_widgets.errors import AmpWidgetsError, RunError
+from amp_widgets.language import in_language, marked, marked_all
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -238,16 +239,21 @@ class Comparison:
         return comparison_figure(self.rows, title=title, theme=theme)
 
     def __repr__(self) -> str:
-        return "\n".join([*table_text(self.to_table(), words=_WORDS), *self.verdict, *self.notes, self.obtained])
+        sentences = map(in_language, (*self.verdict, *self.notes, self.obtained))
+        return "\n".join([*table_text(self._told_table(), words=_WORDS), *sentences])
 
     def _repr_html_(self) -> str:
-        verdict = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self.verdict)
-        words = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in (*self.notes, self.obtained))
-        return f"<div>{table_html(self.to_table(), words=_WORDS)}<ul>{verdict}</ul>{words}</div>"
+        verdict = "".join(f"<li>{html.escape(in_language(sentence))}</li>" for sentence in self.verdict)
+        words = "".join(f"<div>{html.escape(in_language(sentence))}</div>" for sentence in (*self.notes, self.obtained))
+        return f"<div>{table_html(self._told_table(), words=_WORDS)}<ul>{verdict}</ul>{words}</div>"
+
+    def _told_table(self) -> list[list[str]]:
+        return told(self.to_table(), sentences=_SENTENCES)
 
 
-_HEADINGS = ("settings", "layers", "peak", "step time", "samples a second", "loss", "gradients", "skipped", "")
+_HEADINGS = marked_all("settings", "layers", "peak", "step time", "samples a second", "loss", "gradients", "skipped", "")
 _WORDS = (0, 8)
+_SENTENCES = (3, 6, 7, 8)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -267,7 +273,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _with_ratio(times, row.time_ratio),
         _with_ratio(f"{row.samples_per_s:,.4g}", row.samples_ratio),
         _with_ratio(f"{row.loss:#.4g}", row.loss_ratio),
-        error_text(row.gradient_error) if row.reference is not None else "reference",
+        error_text(row.gradient_error) if row.reference is not None else marked("reference"),
         f"{row.skipped} of {row.steps}" if row.skipped else "0",
         "; ".join(remarks),
     )
@@ -318,7 +324,7 @@ def _best(rows: list[Row]) -> list[str]:
         few = [row.label for row in others if row.few_steps or fastest.few_steps]
         near = [row.label for row in others if row.label not in few and row.step_s_low <= fastest.step_s_high]
         beside = f"; within the spread of it: {_listed(near)}" if near else ""
-        beside += f"; of too few steps to tell: {_listed(few)}" if few else ""
+        beside += f"; too few steps were timed to tell it from {_listed(few)}" if few else ""
         sentences.append(f"Shortest step: {fastest.label}, {time_text(fastest.step_s)}{beside}.")
     return sentences
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import AutocastName
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import report_html, report_text
+from amp_widgets.language import marked, marked_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +149,10 @@ class DtypeMap:
         return sum(row.recompute_casts for row in self.rows if row.inserted)
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *table_text(self._table(), words=_WORDS), *self._remarks()])
+        return report_text(self._title(), self._table(), self._remarks(), words=_WORDS, sentences=_SENTENCES)
 
     def _repr_html_(self) -> str:
-        remarks = "".join(f"<div>{html.escape(remark)}</div>" for remark in self._remarks())
-        return f"<div><b>{html.escape(self._title())}</b>{table_html(self._table(), words=_WORDS)}{remarks}</div>"
+        return report_html(self._title(), self._table(), self._remarks(), words=_WORDS, sentences=_SENTENCES)
 
     def _title(self) -> str:
         autocast = "autocast off" if self.autocast == "fp32" else f"autocast {self.autocast}"
@@ -161,7 +160,7 @@ class DtypeMap:
 
     def _table(self) -> list[tuple[str, ...]]:
         predicts = self.device_type != "cuda"
-        headings = ("layer", "operator", "calls", "in", "computes in", "out", "casts", "backward", "casts", "why")
+        headings = marked_all("layer", "operator", "calls", "in", "computes in", "out", "casts", "backward", "casts", "why")
         lines = []
         for row in self.rows[:_SHOWN]:
             line = (
@@ -177,7 +176,7 @@ class DtypeMap:
                 row.why,
             )
             lines.append((*line, row.on_cuda or "") if predicts else line)
-        return [(*headings, "list on CUDA (predicted)") if predicts else headings, *lines]
+        return [(*headings, marked("list on CUDA (predicted)")) if predicts else headings, *lines]
 
     def _remarks(self) -> list[str]:
         hidden = len(self.rows) - _SHOWN
@@ -229,6 +228,7 @@ def dtype_map(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> 
 
 _SHOWN = 60
 _WORDS = (0, 1, 3, 4, 5, 7, 9, 10)
+_SENTENCES = (9, 10)
 
 
 def _with_parents(layer: str) -> Iterator[str]:

@@ -95,6 +95,7 @@ def extra_times(
     *,
     verb: str,
     together: Sequence[str] = (),
+    limit_s: float = 1.0,
     check: Callable[[], None] = lambda: None,
 ) -> ExtraTimes:
     """Time the layers in some real forward and backward passes; model, optimizers and random states are as before afterwards.
@@ -108,6 +109,8 @@ def extra_times(
         As in `amp_widgets.analysis.trial.trial`.
     together
         Layers, none within another, to be checkpointed in every second row of passes.
+    limit_s
+        About so long it is timed, in seconds. A row of each kind there is always.
     check
         Called before each pass; what it raises ends it.
 
@@ -118,7 +121,7 @@ def extra_times(
     """
     together = tuple(together)
     with trial(loop, batch, loss_fn, verb=verb) as tried:
-        passes = _Passes(tried, loop, check)
+        passes = _Passes(tried, loop, limit_s, check)
         try:
             pairs = passes.pairs(together)
         except torch.OutOfMemoryError:  # without checkpointing
@@ -141,7 +144,7 @@ def extra_times(
         together=together,
         obtained=(
             f"layers timed on {loop.device} where they are computed again, or else in the forward pass, median of {len(counted)} "
-            f"real passes, plus {1e3 * call_s:.2f} ms for each call"
+            f"real pass{'es' * (len(counted) > 1)}, plus {1e3 * call_s:.2f} ms for each call"
         ),
     )
 
@@ -162,11 +165,9 @@ def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
     return float(min(max(again_s, low), high)) if again_s > 0 else statistics.median(more_s)
 
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 6
+_MOST_ROUNDS = 6
 _IN_A_ROW = 2
-"""Passes of a kind that count, one after the other."""
-_PASSES_S = 1.0
-"""After this time there are no more passes, if there were enough; and of slower ones, fewer in a row."""
+"""Passes of a kind that count, one after the other, as long as there is time."""
 _REPETITIONS = 12
 _LEAST_FACTOR = 0.05
 """On a machine that is busy with something else, passes that do more may take less time; what costs nothing would be chosen."""
@@ -211,8 +212,10 @@ class _Calls:
 class _Passes:
     """Runs passes of a kind, the first of which does not count."""
 
-    def __init__(self, tried: Trial, loop: LiveLoop, check: Callable[[], None]) -> None:
+    def __init__(self, tried: Trial, loop: LiveLoop, limit_s: float, check: Callable[[], None]) -> None:
         self._tried = tried
+        self._limit_s = limit_s
+        self._begun_s = time.perf_counter()
         self._check = check
         self._autocast = loop.settings.autocast
         self._names = {id(module): name for name, module in named_layers(tried.model).items()}
@@ -221,30 +224,36 @@ class _Passes:
     def pairs(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
         """Passes with no layer checkpointed, each with one with these; with the same again if there are none."""
 
-        def pairs(count: int) -> list[tuple[_Pass, _Pass]]:
-            plain = self._row((), count)
-            return list(zip(plain, self._row(names, count) if names else plain, strict=True))
+        def pairs() -> list[tuple[_Pass, _Pass]]:
+            plain = self._row(())
+            return list(zip(plain, self._row(names) if names else plain, strict=False))  # there may be no time for a whole row
 
         return self._rounds(pairs)
 
     def alike(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
         """Passes with these checkpointed, each twice."""
-        return self._rounds(lambda count: [(each, each) for each in self._row(names, count)])
+        return self._rounds(lambda: [(each, each) for each in self._row(names)])
 
-    def _rounds(self, run: Callable[[int], list[tuple[_Pass, _Pass]]]) -> list[tuple[_Pass, _Pass]]:
-        begun_s = time.perf_counter()
-        found: list[tuple[_Pass, _Pass]] = []
-        for done in range(_MOST_ROUNDS):
-            passed_s = time.perf_counter() - begun_s
-            if done >= _FEWEST_ROUNDS and passed_s > _PASSES_S:
+    def _rounds(self, run: Callable[[], list[tuple[_Pass, _Pass]]]) -> list[tuple[_Pass, _Pass]]:
+        """One, and more while at least half of the next is within the limit."""
+        found = run()
+        for done in range(1, _MOST_ROUNDS):
+            if self._passed_s * (1 + 0.5 / done) > self._limit_s:
                 break
-            found += run(1 if passed_s > 2 * _PASSES_S > 0 else _IN_A_ROW)
+            found += run()
         return found
 
-    def _row(self, names: Sequence[str], count: int) -> list[_Pass]:
+    def _row(self, names: Sequence[str]) -> list[_Pass]:
         self._tried.checkpoint(names)
         self._run()
-        return [self._run() for _ in range(count)]
+        row = [self._run()]
+        while len(row) < _IN_A_ROW and self._passed_s < self._limit_s:
+            row.append(self._run())
+        return row
+
+    @property
+    def _passed_s(self) -> float:
+        return time.perf_counter() - self._begun_s
 
     def _run(self) -> _Pass:
         self._check()

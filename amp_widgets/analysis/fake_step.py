@@ -187,7 +187,7 @@ class FakeSteps:
         self.because: str | None = None
         """Why steps are not predicted on fake tensors; None as long as they are."""
         self.keeps_gradients = False
-        """Whether predicted steps begin with the gradients of a step that was predicted before, and add to them."""
+        """Whether steps begin with the gradients of one before, and add to them."""
 
     @property
     def batch_size(self) -> int | None:
@@ -354,6 +354,7 @@ class FakeSteps:
             settings,
             batch_size=size,
             limit_bytes=limit_bytes,
+            keeps_gradients=self.keeps_gradients,
             verb=self._verb,
         )
         return PredictedStep(
@@ -470,13 +471,15 @@ class _FakeTracker(StepTracker):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:
-            return func(*args, **(kwargs or {}))
+        if func is _DEVICE:  # asked a few times for each op: answered as the modes below would
+            fake = args[0]
+            return _META if fake.fake_mode.in_kernel_invocation else fake.fake_device
         with torch._C.DisableTorchFunction():  # which would look for real tensors in what torch's modes do themselves
             return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
 
 
 def _no_clock() -> float:

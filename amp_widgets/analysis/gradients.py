@@ -30,8 +30,9 @@ from amp_widgets.core.gradient_counts import (
     larger,
 )
 from amp_widgets.core.settings import format_scale
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
 from amp_widgets.errors import FormatError, LayerError
+from amp_widgets.language import in_language, marked_all
 
 HalfFormat = Literal["fp16", "bf16"]
 EXPONENTS = tuple(range(LOWEST_EXPONENT - 1, HIGHEST_EXPONENT + 1))
@@ -434,11 +435,12 @@ class GradientRange:
         return [row.full_name(name) for row in self.parameters for name, peak in row.peaks.items() if not math.isfinite(peak)]
 
     def __repr__(self) -> str:
-        return "\n".join([*self.sentences(), *table_text(self._rows(), words=(0, 1)), *self.notes])
+        table = table_text(told(self._rows(), sentences=_SENTENCES), words=(0, 1))
+        return "\n".join([*map(in_language, self.sentences()), *table, *map(in_language, self.notes)])
 
     def _repr_html_(self) -> str:
-        words = "".join(f"<div>{html.escape(sentence)}</div>" for sentence in self.sentences())
-        return f"<div>{words}{table_html(self._rows(), words=(0, 1))}</div>"
+        words = "".join(f"<div>{html.escape(in_language(sentence))}</div>" for sentence in self.sentences())
+        return f"<div>{words}{table_html(told(self._rows(), sentences=_SENTENCES), words=(0, 1))}</div>"
 
     def _rows(self) -> list[tuple[str, ...]]:
         shown, too_large = self.worst()[:_SHOWN], self.overflowing()
@@ -449,7 +451,7 @@ class GradientRange:
             )
             for row, s in shown
         ]  # fmt: skip
-        return [("layer", "stored in", "to zero", "subnormal", "normal", "to inf", "zero already", "counted"), *rows]
+        return [marked_all("layer", "stored in", "to zero", "subnormal", "normal", "to inf", "zero already", "counted"), *rows]
 
 
 def together(rows: Sequence[LayerRange], layer: str, *, scale: float = 1.0) -> LayerRange:
@@ -501,6 +503,7 @@ def percent(share: float) -> str:
 
 
 _SHOWN = 30
+_SENTENCES = (5, 7)
 _FEW = 0.01
 _NAMED = 3
 

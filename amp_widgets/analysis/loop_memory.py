@@ -96,7 +96,7 @@ def newest_peaks(loop: LiveLoop) -> NewestPeaks | None:
     )
 
 
-def besides_of(measured: NewestPeaks, plain: Expected, keeping: Callable[[], Expected | None]) -> Besides:
+def besides_of(measured: NewestPeaks, plain: Expected, keeping: Callable[[], Expected]) -> Besides:
     """Compare measured steps with predicted ones.
 
     What is above the prediction has to be explained by gradients that are kept, and by what is held when a step is over.
@@ -107,7 +107,7 @@ def besides_of(measured: NewestPeaks, plain: Expected, keeping: Callable[[], Exp
     plain
         The step as it is mostly written, in which gradients are set to None before.
     keeping
-        Predicts the same step with gradients kept; None where that is not possible.
+        Predicts the same step with gradients kept.
     """
     more = _above(measured, plain)
     if more <= _SLACK_BYTES:
@@ -122,14 +122,14 @@ def besides_of(measured: NewestPeaks, plain: Expected, keeping: Callable[[], Exp
     if more <= held + _SLACK_BYTES:  # an average of the weights is as large as the gradients, but is there at the end besides
         return Besides(keeps_gradients=False, more_bytes=more, note=kept_note)
     kept = keeping()
-    gradients = 0.0 if kept is None else max(0.0, kept.peak_bytes - plain.peak_bytes)
+    gradients = max(0.0, kept.peak_bytes - plain.peak_bytes)
     if more > held + gradients + tolerance:
         note = (
             f"the newest steps held {memory_text(more)} more than is predicted for this batch: they had another one, or keep "
             "something within the step; that is not counted"
         )
         return Besides(keeps_gradients=False, more_bytes=0.0, note=note)
-    if kept is not None and (rest := _above(measured, kept)) >= -MARGIN * kept.peak_bytes and gradients > _SLACK_BYTES:
+    if (rest := _above(measured, kept)) >= -MARGIN * kept.peak_bytes and gradients > _SLACK_BYTES:
         rest = rest if rest > _SLACK_BYTES else 0.0
         also = f", and {memory_text(rest)} of other things" if rest else ""
         note = (

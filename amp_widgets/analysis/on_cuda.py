@@ -25,10 +25,11 @@ from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.memory.step_mode import operator_name
 from amp_widgets.core.memory.step_record import StepRecord
 from amp_widgets.core.settings import AutocastName, describe_settings
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
 from amp_widgets.errors import RunError
+from amp_widgets.language import in_language, marked, marked_all, say
 
-LABEL = "predicted for CUDA, not measured"
+LABEL = marked("predicted for CUDA, not measured")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,16 +110,20 @@ class CudaPredictions(Sequence[CudaPrediction]):
 
     def to_text(self) -> str:
         """The table for a terminal, with what is left out below it."""
-        lines = [LABEL, *table_text(self.to_rows(), words=_WORDS), "Left out:", *(f"- {each}" for each in self.left_out)]
-        return "\n".join(lines)
+        left_out = (f"- {in_language(each)}" for each in self.left_out)
+        return "\n".join([in_language(LABEL), *table_text(self._told_rows(), words=_WORDS), say("Left out:"), *left_out])
 
     def __repr__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li>{html.escape(each)}</li>" for each in self.left_out)
-        table = table_html(self.to_rows(), words=_WORDS)
-        return f"<div><b>{html.escape(LABEL)}</b>{table}<div>Left out:<ul>{items}</ul></div></div>"
+        items = "".join(f"<li>{html.escape(in_language(each))}</li>" for each in self.left_out)
+        table = table_html(self._told_rows(), words=_WORDS)
+        label, left_out = html.escape(in_language(LABEL)), html.escape(say("Left out:"))
+        return f"<div><b>{label}</b>{table}<div>{left_out}<ul>{items}</ul></div></div>"
+
+    def _told_rows(self) -> list[list[str]]:
+        return told(self.to_rows(), sentences=(0,))
 
 
 def predict_on_cuda(
@@ -287,6 +292,6 @@ def _left_out(record: StepRecord) -> tuple[str, ...]:
 
 
 _RECURRENT = {"LSTM", "GRU", "RNN"}
-_HEADINGS = ("settings", "batch", "tensors", "allocated", "reserved")
+_HEADINGS = marked_all("settings", "batch", "tensors", "allocated", "reserved")
 _WORDS = (0,)
 _COUNTER_BYTES = 8

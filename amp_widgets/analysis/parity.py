@@ -16,7 +16,8 @@ from amp_widgets.analysis.trial import LossFunction, Outcome, loss_scale, trial
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings, format_scale
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
+from amp_widgets.language import in_language, marked_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,23 +134,25 @@ class ParityReport:
         return f"Checkpointing changes {_summary(self.differences)}.{blamed}"
 
     def __repr__(self) -> str:
-        lines = [f"check of {describe_settings(self.settings)}", self.verdict]
         rows = self._rows()
-        if len(rows) > 1:
-            lines += table_text(rows, words=_WORDS)
-        return "\n".join([*lines, *self._autocast_lines(), *self._more()])
+        table = table_text(told(rows, sentences=_SENTENCES), words=_WORDS) if len(rows) > 1 else []
+        more = map(in_language, (*self._autocast_lines(), *self._more()))
+        return "\n".join([in_language(self._title()), in_language(self.verdict), *table, *more])
 
     def _repr_html_(self) -> str:
         rows = self._rows()
-        table = table_html(rows, words=_WORDS) if len(rows) > 1 else ""
-        words = "".join(f"<div>{html.escape(line)}</div>" for line in (*self._more(), *self._autocast_lines()))
-        title = html.escape(f"check of {describe_settings(self.settings)}")
-        return f"<div><b>{title}</b><div>{html.escape(self.verdict)}</div>{table}{words}</div>"
+        table = table_html(told(rows, sentences=_SENTENCES), words=_WORDS) if len(rows) > 1 else ""
+        words = "".join(f"<div>{html.escape(in_language(line))}</div>" for line in (*self._more(), *self._autocast_lines()))
+        title, verdict = html.escape(in_language(self._title())), html.escape(in_language(self.verdict))
+        return f"<div><b>{title}</b><div>{verdict}</div>{table}{words}</div>"
+
+    def _title(self) -> str:
+        return f"check of {describe_settings(self.settings)}"
 
     def _rows(self) -> list[tuple[str, ...]]:
         shown = (self.differences if self.reproducible else self.noise)[:_SHOWN]
         rows = [(d.kind, d.name, error_text(d.largest), error_text(d.relative), d.text) for d in shown]
-        return [("what", "name", "off by", "relative", ""), *rows]
+        return [marked_all("what", "name", "off by", "relative", ""), *rows]
 
     def _more(self) -> list[str]:
         hidden = len(self.differences if self.reproducible else self.noise) - _SHOWN
@@ -244,6 +247,7 @@ _SHOWN = 10
 _WORST = 3
 _NEGLIGIBLE = 2.0**-20
 _WORDS = (0, 1, 4)
+_SENTENCES = (0, 4)
 
 
 def _attempt(run: Callable[[], Outcome]) -> Outcome | Exception:

@@ -11,7 +11,8 @@ from typing import Any
 from amp_widgets.analysis.choice import ChosenBy
 from amp_widgets.core.memory.budget import told_apart
 from amp_widgets.core.memory.profile import memory_text
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told
+from amp_widgets.language import in_language, marked, marked_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +134,9 @@ class Plan:
         ]
         return [_HEADINGS, *rows]
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
+        """What it comes to."""
         budget, peak = told_apart(self.budget_bytes, self.predicted_peak_bytes)
         names = _listed(self.layers)
         if self.fits and not self.layers:
@@ -154,17 +157,23 @@ class Plan:
         """How it was obtained, and what is to be noted."""
         return " ".join([self.obtained, *(f"Note: {note}." for note in self.notes)])
 
+    def __str__(self) -> str:
+        return in_language(self.sentence)
+
     def __repr__(self) -> str:
-        return "\n".join([str(self), *table_text(self.to_table(), words=_WORDS), self.explanation])
+        return "\n".join([str(self), *table_text(self._told_table(), words=_WORDS), in_language(self.explanation)])
 
     def _repr_html_(self) -> str:
         return (
-            f"<div><b>{html.escape(str(self))}</b>{table_html(self.to_table(), words=_WORDS)}"
-            f"<div>{html.escape(self.explanation)}</div></div>"
+            f"<div><b>{html.escape(str(self))}</b>{table_html(self._told_table(), words=_WORDS)}"
+            f"<div>{html.escape(in_language(self.explanation))}</div></div>"
         )
 
+    def _told_table(self) -> list[list[str]]:
+        return told(self.to_table(), sentences=_SENTENCES)
 
-CURVE = "curve"
+
+CURVE = marked("curve")
 """The label of points that have no name of their own."""
 PLAN = "plan"
 
@@ -180,8 +189,9 @@ def duration_text(duration_s: float) -> str:
     return f"{duration_s:.2f} s" if duration_s >= 1 else f"{1e3 * duration_s:.1f} ms"
 
 
-_HEADINGS = ("set", "layers", "count", "peak", "obtained", "fits", "extra time")
+_HEADINGS = marked_all("set", "layers", "count", "peak", "obtained", "fits", "extra time")
 _WORDS = (0, 1, 4, 5)
+_SENTENCES = (0, 4, 5, 6)
 _NAMES_SHOWN = 4
 
 
@@ -191,7 +201,7 @@ def _cells(point: PlanPoint) -> tuple[str, ...]:
         _listed(point.layers),
         _count(point.layers),
         memory_text(point.peak_bytes),
-        "predicted" if point.predicted else "estimate",
+        marked("predicted") if point.predicted else marked("estimate"),
         _fits(point.fits),
         duration_text(point.extra_s),
     )
@@ -202,7 +212,7 @@ def _count(layers: Sequence[str]) -> str:
 
 
 def _fits(fits: bool) -> str:
-    return "fits" if fits else "too much"
+    return marked("fits") if fits else marked("too much")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -101,6 +101,8 @@ _CURVE = (0.05, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85)
 """Budgets of the curve, as shares of the way from the least peak to that with no layer checkpointed."""
 _SEARCH_S, _LEAST_S, _CURVE_S = 1.5, 1.0, 0.15
 """For one choice."""
+_TIMED_UNTIL_S = 1.8
+"""So long after the beginning, layers are timed. With many layers each prediction takes long, and there is less time for it."""
 _PREDICTING_S = 3.0
 """So long after the beginning, peaks on which nothing depends are estimated and no longer predicted."""
 _LIKELY = 1.02
@@ -185,7 +187,10 @@ class Planner:
         self._besides = NOTHING_BESIDES
         self._learn_peaks()
         everything = all_layers(layers)
-        times = extra_times(loop, self._batch, self._loss_fn, verb="plan", together=everything, check=self._check)
+        limit_s = max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0)
+        times = extra_times(
+            loop, self._batch, self._loss_fn, verb="plan", together=everything, limit_s=limit_s, check=self._check
+        )
         self._times: ExtraTimes = times.scaled(self._model.spared)
         self._learn_choice()
         parts = [name for name in everything if name in self._model.names]
@@ -229,7 +234,7 @@ class Planner:
         layers = self._ordered(self._loop.settings.checkpointed)
         besides = self._besides
         if measured is not None:
-            besides = besides_of(measured, self._expect(False, layers), lambda: self._kept(layers))
+            besides = besides_of(measured, self._expect(False, layers), lambda: self._expect(True, layers))
         if besides == self._besides:
             return
         again = besides.keeps_gradients != self._besides.keeps_gradients
@@ -251,9 +256,6 @@ class Planner:
             finally:
                 self._steps.keeps_gradients = before
         return self._known[key]
-
-    def _kept(self, layers: Layers) -> Expected | None:
-        return self._expect(True, layers) if self._steps.because is None else None
 
     # ---- sets of layers ---------------------------------------------------------------------------------------------
 
@@ -357,8 +359,7 @@ class Planner:
         least = self._least_by_estimate()
         low, high = self._estimate(least), self._peaks[()]
         curve: list[Layers] = [least]
-        shares = _CURVE if self._feasible else _CURVE[::2]
-        for share in shares if high > low else ():
+        for share in _CURVE if high > low else ():
             found = self._cheapest(low + share * (high - low), (), _CURVE_S)
             if found is not None:
                 curve.append(self._names(found))

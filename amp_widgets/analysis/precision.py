@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.recompute import recomputing
 from amp_widgets.core.settings import AUTOCAST_NAMES, AutocastName, format_scale
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import report_html, report_text
 from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.language import marked_all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +129,10 @@ class PrecisionReport:
         raise RunError(f"precision: there is no layer {name!r} in {format!r} here, expected a layer that was run, in {formats}")
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *table_text(self._rows(), words=_WORDS), *self._remarks()])
+        return report_text(self._title(), self._rows(), self._remarks(), words=_WORDS, sentences=())
 
     def _repr_html_(self) -> str:
-        remarks = "".join(f"<div>{html.escape(remark)}</div>" for remark in self._remarks())
-        return f"<div><b>{html.escape(self._title())}</b>{table_html(self._rows(), words=_WORDS)}{remarks}</div>"
+        return report_html(self._title(), self._rows(), self._remarks(), words=_WORDS, sentences=())
 
     def _title(self) -> str:
         return f"relative errors against {self.reference}, worst first"
@@ -151,7 +150,7 @@ class PrecisionReport:
             )
             for layer in self.layers[:_SHOWN]
         ]
-        return [("layer", "type", "format", "output", "gradient of it", "of its parameters", "inf or NaN"), *rows]
+        return [marked_all("layer", "type", "format", "output", "gradient of it", "of its parameters", "inf or NaN"), *rows]
 
     def _remarks(self) -> list[str]:
         hidden = len(self.layers) - _SHOWN

@@ -23,7 +23,8 @@ from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.compiled import is_compiled
 from amp_widgets.core.models import Together
 from amp_widgets.core.settings import AutocastName, Settings
-from amp_widgets.core.table import table_html
+from amp_widgets.core.table import table_html, told
+from amp_widgets.language import in_language, marked, marked_all, say
 
 Severity = Literal["error", "warning", "info"]
 
@@ -52,10 +53,14 @@ class Finding:
     predicted: bool = False
 
     def __str__(self) -> str:
-        predicted = " (predicted)" if self.predicted else ""
-        where = f" [{_listed(self.where)}]" if self.where else ""
-        cure = f" → {self.cure}" if self.cure else ""
-        return f"{self.severity}{predicted}: {self.title}{where}. {self.text}{cure}"
+        where = f" [{_shown(self.where)}]" if self.where else ""
+        cure = f" → {in_language(self.cure)}" if self.cure else ""
+        return f"{self.how_grave}: {in_language(self.title)}{where}. {in_language(self.text)}{cure}"
+
+    @property
+    def how_grave(self) -> str:
+        """The severity for people, in their language, and whether it is predicted."""
+        return in_language(_SEVERITIES[self.severity]) + (say(" (predicted)") if self.predicted else "")
 
 
 class Findings(tuple[Finding, ...]):
@@ -64,22 +69,20 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self)) if self else "nothing found"
+        return "\n".join(map(str, self)) if self else say("nothing found")
 
     def _repr_html_(self) -> str:
         if not self:
             return f"<div>{html.escape(repr(self))}</div>"
         rows = [
-            (
-                f"{finding.severity}{' (predicted)' if finding.predicted else ''}",
-                finding.title,
-                _listed(finding.where),
-                finding.text,
-                finding.cure,
-            )
+            (finding.how_grave, finding.title, _shown(finding.where), finding.text, finding.cure)
             for finding in self
         ]
-        return table_html([("severity", "finding", "where", "why", "cure"), *rows], words=range(5))
+        return table_html(told([_HEADINGS, *rows], sentences=(1, 3, 4)), words=range(5))
+
+
+_SEVERITIES: Mapping[Severity, str] = {"error": marked("error"), "warning": marked("warning"), "info": marked("info")}
+_HEADINGS = marked_all("severity", "finding", "where", "why", "cure")
 
 
 def preflight(loop: LiveLoop, batch: tuple[Any, Any] | None = None, loss_fn: LossFunction | None = None) -> Findings:
@@ -511,6 +514,12 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    """The same in the language in force."""
+    listed, more = ", ".join(names[:_LISTED]), len(names) - _LISTED
+    return say("{shown} and {count} more", shown=listed, count=more) if more > 0 else listed
 
 
 _LISTED = 5

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from amp_widgets.core.globs import is_glob, parts_match
 from amp_widgets.core.memory.profile import LayerProfile, StepProfile, check_profile, memory_text
+from amp_widgets.core.table import table_html, table_text, told
 from amp_widgets.errors import AmpWidgetsError, LayerError
+from amp_widgets.language import in_language, marked_all, say
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -122,29 +124,19 @@ class LayerProfiles(Sequence[LayerProfile]):
         return iter(self._layers)
 
     def __repr__(self) -> str:
-        rows = [_HEADINGS, *map(_cells, self._layers)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in _TEXT else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([f"layers of {self.label!r}", *lines, _ESTIMATES])
+        title = say("layers of {label}", label=repr(in_language(self.label)))
+        return "\n".join([title, *table_text(self._rows(), words=_WORDS), in_language(_ESTIMATES)])
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            aligned = (f' style="text-align:{"left" if column in _TEXT else "right"}"' for column in range(len(cells)))
-            return f"<tr>{''.join(f'<{tag}{a}>{html.escape(c)}</{tag}>' for a, c in zip(aligned, cells, strict=True))}</tr>"
+        label, estimates = html.escape(in_language(self.label)), html.escape(in_language(_ESTIMATES))
+        return f"<div><b>{label}</b>{table_html(self._rows(), words=_WORDS)}<div>{estimates}</div></div>"
 
-        body = "".join(row(_cells(layer), "td") for layer in self._layers)
-        table = f"<table>{row(_HEADINGS, 'th')}{body}</table>"
-        return f"<div><b>{html.escape(self.label)}</b>{table}<div>{html.escape(_ESTIMATES)}</div></div>"
+    def _rows(self) -> list[list[str]]:
+        return told([_HEADINGS, *map(_cells, self._layers)], sentences=())
 
 
-_HEADINGS = ("layer", "type", "dtype", "parameters", "held", "output", "forward", "backward", "saves ≈", "costs ≈")
-_TEXT = (0, 1, 2)
+_HEADINGS = marked_all("layer", "type", "dtype", "parameters", "held", "output", "forward", "backward", "saves ≈", "costs ≈")
+_WORDS = (0, 1, 2)
 _ESTIMATES = (
     "Numbers include the layers inside a layer; (model) is the whole forward pass, without the loss. held: from forward to "
     "backward. saves ≈ and costs ≈ estimate what checkpointing the layer does: held without its output, and its forward pass "

@@ -38,12 +38,13 @@ def real_step(
     batch_size: int | None = None,
     limit_bytes: float = math.inf,
     label: str | None = None,
+    keeps_gradients: bool = False,
     verb: str,
 ) -> tuple[StepProfile, CompleteStep | None]:
     """Train one step, follow its memory, and take it back.
 
-    Where an optimizer has no state yet, or a layer is checkpointed that is not so in the run, one step that does not count
-    comes before.
+    Where an optimizer has no state yet, a layer is checkpointed that is not so in the run, or gradients are kept, one step that
+    does not count comes before.
 
     Parameters
     ----------
@@ -57,6 +58,8 @@ def real_step(
         An op that goes above it raises `MemoryBudgetError`; on a CPU.
     label
         Of the profile, for people.
+    keeps_gradients
+        Whether the step adds to the gradients of the one before.
     verb
         What is being done, for messages.
 
@@ -73,7 +76,7 @@ def real_step(
         When the loss is none that a backward pass can begin from, or the step cannot be profiled.
     """
     device, optimizers = loop.device, loop.optimizers
-    step = TrainingStep(model, optimizers, loss_fn, settings, device.type, verb=verb)
+    step = TrainingStep(model, optimizers, loss_fn, settings, device.type, keeps_gradients=keeps_gradients, verb=verb)
     learns = not set(settings.checkpointed) <= set(Checkpointing(model).active)
     with (
         loop.set_aside(),
@@ -82,7 +85,7 @@ def real_step(
         region("fp32", device.type),
     ):
         snapshot.renew_gradients()
-        if learns or not all(optimizer.state for optimizer in optimizers):
+        if learns or keeps_gradients or not all(optimizer.state for optimizer in optimizers):
             _run(step, *real_batch(batch, device, batch_size), _meter(model, optimizers, limit_bytes))
         inputs, targets = real_batch(batch, device, batch_size)
         meter = _meter(model, optimizers, limit_bytes)

@@ -95,6 +95,8 @@ ZONE_COLOURS: dict[Theme, tuple[str, str, str, str]] = {
     "dark": ("#8a97a4", "#ffb733", "#56b4e9", "#ff8c42"),
 }
 """Okabe and Ito's. Zones are told apart by their place, too."""
+ZONE_PATTERNS = ("x", "/", "", "\\")
+"""Of the bars in each zone."""
 
 
 def exponent_figure(
@@ -194,7 +196,7 @@ def _traces(
 ) -> list[dict[str, Any]]:
     traces = []
     above = -math.inf
-    for zone, colour in zip(FP16_ZONES, ZONE_COLOURS[theme], strict=True):
+    for zone, colour, pattern in zip(FP16_ZONES, ZONE_COLOURS[theme], ZONE_PATTERNS, strict=True):
         inside = (x + 0.5 >= above) & (x + 0.5 < zone.below)
         above = zone.below
         if not inside.any():
@@ -206,7 +208,9 @@ def _traces(
                 "x": x[inside] + 0.5,
                 "y": share[inside],
                 "width": 0.92,
-                "marker": {"color": colour, "line": {"width": 0}},
+                "marker": {
+                    "color": colour, "line": {"width": 0}, "pattern": look.patterned(colour, pattern, look.COLOURS[theme]),
+                },
                 "customdata": [
                     [_edge(edge), _edge(edge + 1), f"{n:,.0f}"] for edge, n in zip(x[inside], count[inside], strict=True)
                 ],

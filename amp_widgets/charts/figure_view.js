@@ -72,8 +72,8 @@ class FigurePage {
     const empty = !figure.data;
     this.plot.hidden = empty;
     this.tell(empty ? this.model.get("note") : this.plotly ? "" : say("Loading the figure …"));
-    const width = Math.floor(this.root.clientWidth);
-    this.width = width;
+    this.width = Math.floor(this.root.clientWidth);
+    const width = Math.floor(this.width / typeScale());
     if (empty || width < 50) return; // out of sight; when it comes into sight its width changes, and it is drawn
     this.plotly ??= await loadedPlotly(this.model);
     if (this.ended.signal.aborted) return;
@@ -81,7 +81,7 @@ class FigurePage {
     const { data, layout } = structuredClone({ data: figure.data, layout: figure.layout });
     if (isDark()) for (const [path, value] of figure.dark) put({ data, layout }, path, value);
     const described = layout.paper_bgcolor;
-    const { background } = takePageColours(layout, this.root, this.plot);
+    const { background } = takePageColours(data, layout, this.root, this.plot);
     for (const note of layout.annotations ?? []) if (note.bgcolor === described) note.bgcolor = background;
     layout.width = width;
     layout.modebar.remove = [...new Set([...(layout.modebar.remove ?? []), UPLOAD])];
@@ -96,6 +96,7 @@ class FigurePage {
       await this.plotly.react(this.plot, data, layout, CONFIG);
       if (!this.listens) this.plot.on("plotly_relayout", () => this.arrange());
       this.listens = true;
+      magnify(this.plot, width, this.plot._fullLayout.height);
     } finally {
       this.arranging = false;
     }
@@ -124,6 +125,7 @@ class FigurePage {
         const room = { height, margin: {} };
         this.makeRoom(room, legendPx);
         await this.plotly.relayout(this.plot, { height: room.height, "margin.t": room.margin.t });
+        magnify(this.plot, this.plot._fullLayout.width, this.plot._fullLayout.height);
       }
       const moved = placedNotes(this.plot, this.described.notes);
       if (Object.keys(moved).length) await this.plotly.relayout(this.plot, moved);
@@ -145,9 +147,11 @@ class FigurePage {
 function placedNotes(plot, described) {
   const { _size: size, xaxis, yaxis, annotations = [] } = plot._fullLayout;
   const within = plot.getBoundingClientRect();
+  const scale = typeScale(); // boxes are as they are seen
   const boxOf = (i) => {
     const box = plot.querySelector(`.annotation[data-index="${i}"] .annotation-text-g .bg`)?.getBoundingClientRect();
-    return box?.width && { left: box.left - within.left - size.l, top: box.top - within.top - size.t, width: box.width, height: box.height };
+    const [left, top] = [(box?.left - within.left) / scale - size.l, (box?.top - within.top) / scale - size.t];
+    return box?.width && { left, top, width: box.width / scale, height: box.height / scale };
   };
   const hasArrow = (note) => note.showarrow && note.text?.trim() && note.axref === "pixel";
   const taken = annotations.map((note, i) => !hasArrow(note) && note.text?.trim() && note.text !== "<b>✕</b>" && boxOf(i)).filter(Boolean);

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.asset import PlotlyAsset, plotly_asset
 from amp_widgets.charts.look import Theme
-from amp_widgets.charts.page_scripts import page_script
+from amp_widgets.charts.page_scripts import page_script, page_style
 from amp_widgets.charts.two_themes import two_themes
 from amp_widgets.language import page_script_in_language, say
 
@@ -20,8 +19,6 @@ try:
     from ipywidgets import widget_serialization
 except ImportError as error:
     raise missing_extra(error) from error
-
-_HERE = pathlib.Path(__file__).parent
 
 
 class FigureView(anywidget.AnyWidget):
@@ -37,7 +34,7 @@ class FigureView(anywidget.AnyWidget):
     """
 
     _esm = page_script("figure_view")
-    _css = (_HERE / "live.css").read_text(encoding="utf-8") + ".amp-figure-note { margin: 0; padding: 2px 0; font-size: 13px; }"
+    _css = page_style()
     figure = traitlets.Dict(help="data, layout, and what is different in dark; empty without a figure.").tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     label = traitlets.Unicode(help="What a screen reader says of the figure.").tag(sync=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,17 @@ def placed(
     return flags
 
 
+def text_px(text: str) -> float:
+    """About how wide a text is; letters of Hangul and the like are as wide as they are high.
+
+    Parameters
+    ----------
+    text
+        As it is read, without markup.
+    """
+    return CHARACTER_PX * sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
 def line_shape(flag: Flag, *, colour: str, plot_height_px: float) -> dict[str, Any]:
     """The line as a Plotly shape; it reaches up to its label."""
     above_px = 0 if flag.lane is None else FIRST_LANE_PX + flag.lane * LANE_PX + LANE_PX - 2
@@ -96,7 +108,7 @@ def label_annotation(flag: Flag, *, colour: str, background: str) -> dict[str, A
 
 def _placed_one(step: float, at: float, texts: Sequence[str], taken: list[list[tuple[float, float]]], width_px: float) -> Flag:
     for text in texts:
-        size = CHARACTER_PX * len(html.unescape(text)) + 8
+        size = text_px(html.unescape(text)) + 8
         sides = [leftwards for leftwards, fits in ((False, at + size <= width_px), (True, at > size)) if fits]
         for leftwards in sides or [False]:
             start = at - size if leftwards else at

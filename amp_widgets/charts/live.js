@@ -154,12 +154,7 @@ class View {
       if (this.seen) this.schedule();
     });
     sight.observe(this.root);
-    // JupyterLab swaps its style sheet about when it changes these attributes, so look again a little later.
-    const theme = new MutationObserver(() => [0, 200, 1000].forEach((ms) => setTimeout(redraw, ms)));
-    const attributes = { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class", "theme"] };
-    theme.observe(document.body, attributes);
-    theme.observe(document.documentElement, attributes);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw, { signal });
+    watchTheme(redraw, signal);
     // A redraw in the middle of a drag would end it. The end of a press that opens a menu may never be told.
     this.plot.addEventListener("pointerdown", (event) => (this.held = event.button === 0), { signal, capture: true });
     for (const type of ["pointerup", "pointercancel"]) {
@@ -178,7 +173,7 @@ class View {
     const respec = () => this.schedule();
     this.model.on("change:spec", respec);
     signal.addEventListener("abort", () => {
-      for (const observer of [size, sight, theme]) observer.disconnect();
+      for (const observer of [size, sight]) observer.disconnect();
       this.model.off("change:spec", respec);
     });
   }
@@ -220,7 +215,7 @@ class View {
 
   async draw() {
     this.planned = false;
-    const width = Math.floor(this.root.clientWidth);
+    const width = Math.floor(this.root.clientWidth / typeScale());
     if (!this.wanted || this.held || !this.seen || width < 50) return; // each of them schedules again when it ends
     this.wanted = false;
     this.planned = true; // one at a time
@@ -231,6 +226,7 @@ class View {
       await this.plotly.react(this.plot, traces, layout, CONFIG);
       if (this.ended.signal.aborted) return;
       this.plot.style.minHeight = "";
+      magnify(this.plot, width, layout.height);
       if (!this.draws) this.plot.on("plotly_relayout", (change) => this.moved(change));
       this.draws += 1;
       this.root.dataset.draws = this.draws;
@@ -260,7 +256,7 @@ class View {
     const traces = theme.traces.map((trace) => this.filled(trace, lines, range, plotWidth)).filter((trace) => trace.x.length || trace.meta.part === "line"); // a line's axis needs it
     this.setAxes(layout, lines, range);
     this.addFlags(layout, theme, range, plotWidth);
-    this.setColours(layout);
+    this.setColours(traces, layout);
     layout.datarevision = this.draws;
     layout.uirevision = `follow ${this.follows}`; // must be truthy
     layout.yaxis.uirevision = `${layout.uirevision} ${this.logLoss}`;
@@ -375,18 +371,8 @@ class View {
     }
   }
 
-  setColours(layout) {
-    const style = getComputedStyle(this.root);
-    const of = (name, fallback) => style.getPropertyValue(name).trim() || fallback;
-    const background = of("--jp-layout-color0", layout.paper_bgcolor);
-    const text = of("--jp-ui-font-color1", layout.font.color);
-    Object.assign(layout, { paper_bgcolor: background, plot_bgcolor: background });
-    layout.font.color = text;
-    layout.modebar.activecolor = text;
-    this.plot.style.setProperty("--amp-chart-tool", layout.modebar.color);
-    this.plot.style.setProperty("--amp-chart-active-tool", text);
-    layout.hoverlabel.bgcolor = background;
-    layout.hoverlabel.font.color = text;
+  setColours(traces, layout) {
+    const { background, text } = takePageColours(traces, layout, this.root, this.plot);
     for (const annotation of layout.annotations) {
       if (annotation.name?.startsWith("title")) annotation.font.color = text;
       if (annotation.bgcolor) Object.assign(annotation, { bgcolor: background, font: { ...annotation.font, color: text } });

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from amp_widgets.charts.labels import EventLike
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.pace import Pace
 from amp_widgets.charts.page_data import OVERVIEW_POINTS, PageData
-from amp_widgets.charts.page_scripts import page_script
+from amp_widgets.charts.page_scripts import page_script, page_style
 from amp_widgets.charts.series import COLUMNS, SERIES, series_of, thinned
 from amp_widgets.errors import SessionClosedError
 from amp_widgets.language import marked, page_script_in_language, say
@@ -65,7 +64,7 @@ class TrainingChart(anywidget.AnyWidget):
 
     # The text and not the path: for a path anywidget keeps every instance for ever, so as to reload it when the file changes.
     _esm = page_script("live")
-    _css = (pathlib.Path(__file__).parent / "live.css").read_text(encoding="utf-8")
+    _css = page_style()
     spec = traitlets.Dict().tag(sync=True)
     asset = traitlets.Instance(PlotlyAsset).tag(sync=True, **widget_serialization)
     # Not a value but what a page that starts now needs: computed when the state is asked for.

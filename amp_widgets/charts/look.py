@@ -78,6 +78,13 @@ COLOURS: dict[Theme, Colours] = {
         loss="#56b4e9", scale="#cc9be8", alarm="#ff8c42", allocated="#56b4e9", peak="#ff8c42", reserved="#a8a8a8",
     ),
 }  # fmt: skip
+DASHES = {"allocated": "dot", "reserved": "dash"}
+"""Of the lines that share a plot with another one; the others are solid. So they are told apart without colours, too."""
+
+
+def patterned(colour: str, shape: str, colours: Colours) -> dict[str, Any]:
+    """Plotly's pattern of an area that is to be told from its neighbours without colours, too; a `shape` of ``""`` is plain."""
+    return {"shape": shape, "bgcolor": colour, "fgcolor": colours.background, "fillmode": "replace", "size": 8, "solidity": 0.18}
 
 
 def traces(colours: Colours) -> list[dict[str, Any]]:
@@ -203,9 +210,9 @@ _LINES: dict[str, dict[str, Any]] = {
         "showlegend": False,
         "line": {"shape": "hv"},
     },
-    "allocated": {"name": marked("allocated"), "yaxis": "y3", "legend": "legend3"},
+    "allocated": {"name": marked("allocated"), "yaxis": "y3", "legend": "legend3", "line": {"dash": DASHES["allocated"]}},
     "peak": {"name": marked("peak"), "yaxis": "y3", "legend": "legend3"},
-    "reserved": {"name": marked("reserved"), "yaxis": "y3", "legend": "legend3", "line": {"dash": "dash"}},
+    "reserved": {"name": marked("reserved"), "yaxis": "y3", "legend": "legend3", "line": {"dash": DASHES["reserved"]}},
 }
 # In a unified hover box a mark also appears near its step, so it says which step it is of.
 _NOT_FINITE = {

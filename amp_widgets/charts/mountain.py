@@ -16,7 +16,7 @@ from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height, ceiling_p
 from amp_widgets.charts.decimate import kept_points
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
-from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike
+from amp_widgets.charts.peaks import KIND_NAMES, KIND_PATTERNS, KINDS, StepLike
 from amp_widgets.charts.phases import WIDTH, Band, Positions, aligned
 from amp_widgets.charts.reserved import highest_reserved, reserved_traces
 from amp_widgets.language import in_language, say, say_number
@@ -213,6 +213,7 @@ def _areas(step: _Step, colours: look.Colours, kind_colours: dict[str, str]) -> 
             _trace(step, kind, step.kinds[:, i])
             | {"name": say(KIND_NAMES[kind]), "stackgroup": "memory", "fillcolor": kind_colours[kind], "hoverinfo": "skip"}
             | {"line": {"width": 0.5, "color": colours.background, "shape": "hv"}}
+            | {"fillpattern": look.patterned(kind_colours[kind], KIND_PATTERNS[kind], colours)}
         )
     line = {"width": 1.5, "color": colours.text, "shape": "hv"}
     return [*traces, _trace(step, "total", step.total) | {"line": line, "showlegend": False} | _hover(step)]

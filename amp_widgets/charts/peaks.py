@@ -25,6 +25,11 @@ KIND_NAMES = {
     "other": marked("other"),
 }
 """As they are called in a picture."""
+KIND_PATTERNS = {
+    "parameter": "+", "buffer": "-", "gradient": "/", "optimizer": "x", "activation": "", "recompute": "|", "temporary": "\\",
+    "other": ".",
+}  # fmt: skip
+"""Kind → Plotly's name of the pattern of its area, by which it is told apart without colours."""
 FAR_APART = 50
 """Sizes so many times as large as each other are each written in a unit of its own."""
 MOST_DIGITS = 3

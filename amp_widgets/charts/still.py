@@ -16,9 +16,10 @@ import numpy.typing as npt
 from amp_widgets.charts import flags
 from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height
 from amp_widgets.charts.decimate import Points, evened, kept_points
+from amp_widgets.charts.distinct import DASH_PX
 from amp_widgets.charts.labels import EventLike, event_label, short_event_label, shortened
-from amp_widgets.charts.look import COLOURS, PLOTS
-from amp_widgets.charts.peaks import KIND_NAMES, KINDS, StepLike, memory_text, peak_of, phase_name
+from amp_widgets.charts.look import COLOURS, DASHES, PLOTS
+from amp_widgets.charts.peaks import KIND_NAMES, KIND_PATTERNS, KINDS, StepLike, memory_text, peak_of, phase_name
 from amp_widgets.charts.phases import WIDTH, Positions, aligned
 from amp_widgets.charts.series import drawable, essential, series_of
 from amp_widgets.language import in_language, marked, say
@@ -30,12 +31,12 @@ GAP_PX = 38
 BOTTOM_PX = 44
 LINE_POINTS = 440
 """Points that a line is reduced to."""
-FEWER_POINTS = 170
+FEWER_POINTS = 168
 """In place of it, where there is a picture of the memory within a step, too."""
 MARK_PX = 7
 """Of marks that would hide each other one is drawn."""
 MOST_MARKS = 150
-MOUNTAIN_POINTS, MOUNTAIN_PX = 64, 150
+MOUNTAIN_POINTS, MOUNTAIN_PX = 44, 150
 NO_STEP = marked("No training step recorded yet.")
 _MEMORY = {"allocated": marked("allocated"), "peak": marked("peak"), "reserved": marked("reserved")}
 
@@ -129,7 +130,7 @@ def memory_svg(
         drawn.append(f'<path stroke="{_INK.grid}" d="M{across(band.stop):.1f} {top}V{bottom}"/>')
         if band.stop - band.start > 4:
             name, x_px = shortened(phase_name(band.name), 16), across((band.start + band.stop) / 2)
-            half_px = flags.CHARACTER_PX * len(name) / 2
+            half_px = flags.text_px(name) / 2
             lower = x_px - half_px < taken_px and not lower  # in the way of the one before
             drawn.append(_text(x_px, bottom + (29 if lower else 16), name, "middle"))
             taken_px = x_px + half_px
@@ -140,10 +141,9 @@ def memory_svg(
         for i in reversed(range(len(KINDS))):  # from the highest area to the lowest, each over the one before
             if after.bytes_by_kind[:, i].any():
                 path = _stairs(after, place, deaths, summed[:, i], across, up)
-                drawn.append(
-                    f'<path transform="scale(.5)" fill="{kind_colours[KINDS[i]]}" d="{path}V{2 * bottom}H{2 * LEFT_PX}Z"/>'
-                )
-                names.append((say(KIND_NAMES[KINDS[i]]), kind_colours[KINDS[i]]))
+                drawn.append(_pattern(f"k{i}", kind_colours[KINDS[i]], KIND_PATTERNS[KINDS[i]]))
+                drawn.append(f'<path transform="scale(.5)" fill="url(#k{i})" d="{path}V{2 * bottom}H{2 * LEFT_PX}Z"/>')
+                names.append((say(KIND_NAMES[KINDS[i]]), f"url(#k{i})"))
     if len(profiles) == 2 and len(profiles[0].time_s):
         path = _stairs(profiles[0], positions[0], deaths, profiles[0].bytes_by_kind.sum(axis=1), across, up)
         look = f'fill="none" stroke="{_INK.text}" stroke-width="3" stroke-dasharray="8 4"'
@@ -160,16 +160,16 @@ def memory_svg(
     if ceiling is not None and ceiling_height(ceiling, highest):
         y_px = up(ceiling.size_bytes)
         drawn.append(f'<path stroke="{_INK.alarm}" stroke-width="2" stroke-dasharray="8 4" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
-        long_px = flags.CHARACTER_PX * len(ceiling.text) + 6
+        long_px = flags.text_px(ceiling.text) + 6
         x_px = LEFT_PX + 3 if not died_px or min(died_px) > LEFT_PX + 2 * long_px else right - 3 - long_px
         drawn.append(f'<path fill="{_INK.background}" d="M{x_px:.0f} {y_px - 16:.0f}h{long_px:.0f}v14h-{long_px:.0f}z"/>')
         drawn.append(_text(x_px + 3, y_px - 5, ceiling.text, "start", _INK.alarm))
     x_px = float(LEFT_PX)
-    for name, colour in [*reversed(names), *([(say("before (outline)"), "")] if len(profiles) == 2 else [])]:
-        if colour:
-            drawn.append(f'<path fill="{colour}" d="M{x_px:.0f} {bottom + 41}h10v10h-10z"/>')
+    for name, fill in [*reversed(names), *([(say("before (outline)"), "")] if len(profiles) == 2 else [])]:
+        if fill:
+            drawn.append(f'<path transform="scale(.5)" fill="{fill}" d="M{2 * x_px:.0f} {2 * bottom + 80}h24v22h-24z"/>')
         drawn.append(_text(x_px + 14, bottom + 50, name))
-        x_px += 30 + flags.CHARACTER_PX * len(name)
+        x_px += 30 + flags.text_px(name)
     return _document(bottom + 60, say("Memory within a step, at most {size}", size=memory_text(highest)), drawn)
 
 
@@ -213,6 +213,13 @@ def _image(svg: str, what: str) -> str:
 
 def _needed_bytes(profile: StepLike, death: Death | None) -> float:
     return float(peak_of(profile)[1]) if death is None else death.needed_bytes(profile)
+
+
+def _pattern(name: str, colour: str, shape: str) -> str:
+    """The fill of an area, drawn at twice its size."""
+    lines = f'<path stroke="{_INK.background}" stroke-width="2" d="{_PATTERNS[shape]}"/>' if shape else ""
+    size = 'width="12" height="12" patternUnits="userSpaceOnUse"'
+    return f'<pattern id="{name}" {size}><path fill="{colour}" d="M0 0h12v12H0z"/>{lines}</pattern>'
 
 
 def _stairs(
@@ -265,7 +272,11 @@ class _Plot:
         parts = [f'<path stroke="{_INK.grid}" fill="none" d="M{LEFT_PX} {top}H{right}V{bottom}H{LEFT_PX}Z"/>']
         known = {name: series[name] for name in self.lines if not np.isnan(series[name][1]).all()}
         crosses_of = {name: series[name] for name in self.marks if series[name][0].size}
-        legend = [(text, _colour(name), "line") for name, text in self.lines.items() if name in known and len(self.lines) > 1]
+        legend = [
+            (text, _colour(name), _dash(name, 1) or "line")
+            for name, text in self.lines.items()
+            if name in known and len(self.lines) > 1
+        ]
         legend += [(text, _INK.alarm, "cross") for name, text in self.marks.items() if name in crosses_of]
         parts += [_text(LEFT_PX, top - 6, self.title, bold=True), *_legend(legend, top - 6)]
         if not known:
@@ -280,7 +291,9 @@ class _Plot:
                 parts.append(f'<path stroke="{_INK.grid}" d="M{LEFT_PX} {y_px:.1f}H{right}"/>')
                 parts.append(_text(LEFT_PX - 6, y_px + 4, f"2^{text}" if self.power_of_two else text, "end"))
         for name, points in known.items():
-            parts += _line(evened(*essential(name, points), line_points), across, up, _colour(name), stairs=name == "scale")
+            parts += _line(
+                evened(*essential(name, points), line_points), across, up, _colour(name), stairs=name == "scale", dash=_dash(name)
+            )
         for name, (x, y) in crosses_of.items():
             at_px = np.full(x.shape, top + 0.06 * self.height) if name == "not_finite" else up.pixels(y)
             crosses = "".join(f"M{x_px} {y_px}l7 7m0-7l-7 7" for x_px, y_px in _places(across.pixels(x) - 3.5, at_px - 3.5))
@@ -332,7 +345,7 @@ def _plots(series: Mapping[str, Points], memory_source: str) -> list[_Plot]:
     ]  # fmt: skip
 
 
-def _line(points: Points, across: _Axis, up: _Axis, colour: str, *, stairs: bool) -> list[str]:
+def _line(points: Points, across: _Axis, up: _Axis, colour: str, *, stairs: bool, dash: str) -> list[str]:
     """A line in whole half pixels, each point as its distance from the one before: that is short."""
     x, y = points
     gap = np.isnan(y)
@@ -352,7 +365,7 @@ def _line(points: Points, across: _Axis, up: _Axis, colour: str, *, stairs: bool
         elif (x_px, y_px) != (xs[i - 1], ys[i - 1]):
             path.append(f"l{x_px - xs[i - 1]} {y_px - ys[i - 1]}".replace(" -", "-"))
     look = f'fill="none" stroke="{colour}" transform="scale(.5)" stroke-linecap="round" stroke-linejoin="round"'
-    parts = [f'<path {look} stroke-width="3" d="{"".join(path)}"/>']
+    parts = [f'<path {look} stroke-width="3"{dash} d="{"".join(path)}"/>']
     if lone:
         parts.append(f'<path {look} stroke-width="8" d="{"".join(lone)}"/>')
     return parts
@@ -410,9 +423,9 @@ def _legend(entries: Sequence[tuple[str, str, str]], y_px: float) -> list[str]:
     right = float(WIDTH_PX - RIGHT_PX)
     for text, colour, shape in reversed(entries):
         parts.append(_text(right, y_px, text, "end"))
-        right -= flags.CHARACTER_PX * len(text) + 8
-        d = f"M{right - 16} {y_px - 4}h16" if shape == "line" else f"M{right - 8} {y_px - 7}l7 7m0-7l-7 7"
-        parts.append(f'<path stroke="{colour}" stroke-width="2" d="{d}"/>')
+        right -= flags.text_px(text) + 8
+        d = f"M{right - 8} {y_px - 7}l7 7m0-7l-7 7" if shape == "cross" else f"M{right - 16} {y_px - 4}h16"
+        parts.append(f'<path stroke="{colour}" stroke-width="2"{shape if "=" in shape else ""} d="{d}"/>')
         right -= 30
     return parts
 
@@ -465,6 +478,12 @@ def _document(height: float, label: str, parts: Iterable[str]) -> str:
     )
 
 
+def _dash(series: str, scale: float = 2.0) -> str:
+    """The attribute of a path that is drawn `scale` times as large as it is seen; none for a solid line."""
+    pixels = DASH_PX[DASHES.get(series, "solid")]
+    return f' stroke-dasharray="{" ".join(f"{scale * part:g}" for part in pixels)}"' if pixels else ""
+
+
 def _colour(series: str) -> str:
     return str(getattr(_INK, series, _INK.loss))
 
@@ -477,4 +496,9 @@ _EVENT_SHAPES = {
     "note": "m3 0l3 3l-3 3l-3-3z",
     "out_of_memory": "h6v6h-6z",
 }
+_PATTERNS = {
+    "/": "M0 12L12 0", "\\": "M0 0l12 12", "x": "M0 0l12 12M0 12L12 0", "-": "M0 6h12", "|": "M6 0v12", "+": "M0 6h12M6 0v12",
+    ".": "M5 6h2",
+}  # fmt: skip
+"""Plotly's names of shapes."""
 _INK = COLOURS["light"]

@@ -16,9 +16,9 @@ from torch import nn
 
 from amp_widgets.core.attached import Attached, WeakCall
 from amp_widgets.core.autocast import LiveAutocast, Support, autocast_support
-from amp_widgets.core.checkpointing import Checkpointing, Layer
+from amp_widgets.core.checkpointing import Layer
+from amp_widgets.core.controls import Controls
 from amp_widgets.core.deaths import Deaths, out_of_memory_in
-from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.going_back import Rehearsal, Standing
 from amp_widgets.core.gradient_counts import GradientCounts
 from amp_widgets.core.history import DEFAULT_CAPACITY, History
@@ -35,13 +35,14 @@ from amp_widgets.core.memory.step_mode import files_running, modules_being_calle
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.models import Held, Watched, check_optimizers, devices_of
 from amp_widgets.core.numerics import Numerics
-from amp_widgets.core.open_step import OpenStep, graph_is_alive, is_alive
+from amp_widgets.core.open_step import OpenStep, graph_is_alive
 from amp_widgets.core.optimizers import OptimizerSteps
 from amp_widgets.core.readback import Readback
 from amp_widgets.core.requests import Request, RequestQueue
-from amp_widgets.core.scaler import LiveScaler, ScaledStep, rules_of
+from amp_widgets.core.scaler import LiveScaler, ScaledStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_changes
 from amp_widgets.core.step_memory import StepMemory
+from amp_widgets.core.training_thread import NO_THREAD, TrainingThread
 from amp_widgets.errors import SessionClosedError, SettingsError
 
 
@@ -113,25 +114,16 @@ class LiveLoop:
         self._held = Held(model)
         self._optimizers = tuple(optimizers)
         self._optimizer_steps = OptimizerSteps(optimizers)
-        self._optimizers_sought = bool(optimizers)  # those that there were before the first step
-        self._module_ids = {id(module) for module in model.modules()}
         self._clock = clock
         self._lock = threading.RLock()
         self._step_lock = threading.RLock()  # around the beginning and the end of a step; taken before the other one
-        self._trainer: int | None = None  # the thread that ended the last step
+        self._thread = TrainingThread()
 
-        self._settings = Settings()
-        self._checkpointing = Checkpointing(model)
-        self._layers = self._checkpointing.layers
+        self._controls = Controls(model, self.device.type, listener=self)
+        self._layers = self._controls.checkpointing.layers
         self._support = autocast_support(self.device)
-        self._fp32_layers = Fp32Layers(model)
-        self._switches: dict[str, LayerSwitch] = {"checkpointed": self._checkpointing, "fp32_layers": self._fp32_layers}
-        self.remarks.append(self._fp32_layers.remark)
-        self._queue = RequestQueue(self.device, self._support, self._switches)
-        self._overridden: set[str] = set()  # settings that were asked for, in a loop that has its own
-        self._scaler = LiveScaler(self.device.type, self._settings)
-        self._scaler.listen(self)
-        self._scalers = [self._scaler]
+        self.remarks.append(self._controls.fp32_layers.remark)
+        self._queue = RequestQueue(self.device, self._support, self._controls.switches)
         self._memory = StepMemory(
             model, optimizers, self.device, every=memory_every, reset_peak=reset_peak, say=WeakCall(self._say)
         )
@@ -143,18 +135,17 @@ class LiveLoop:
         self._release_planned = False
 
         self._step = 0
-        self._heard: tuple[int, float] | None = None  # thread and time of the last begin or end of a step without an owner
         self._open: OpenStep | None = None
         self._ended_by_optimizers = False  # the last step, so that `update()`, where nothing was scaled, is no second boundary
-        self._owner: int | None = None
         self._closed = False
 
         self._hooks = Hooks(self)
-        self._watch_forwards = not self._checkpointing.compiled
+        self._watch_forwards = not self._controls.checkpointing.compiled
         self._memory.on_death(WeakCall(self._memory_ran_out))
         self.numerics = Numerics(model)
         """What is watched of the numbers."""
-        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._switches, self._memory.meter, self.numerics)
+        switches = tuple(self._controls.switches.values())
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, switches, self._memory.meter, self.numerics)
         self._finalizer.atexit = False
         self._arm()
         _attached.put(model, self)
@@ -193,12 +184,13 @@ class LiveLoop:
     @property
     def scaler(self) -> LiveScaler:
         """Drop-in for ``torch.amp.GradScaler``, also right while autocast is fp32 or bf16."""
-        return self._scaler
+        return self._controls.scaler
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of the step in progress, in a loop that does not call ``scaler.scale(loss)``."""
         self._begin(trains=True)
-        self._add_loss(loss)
+        if self._open is not None:
+            self._open.add_loss(loss)
 
     # ---- settings ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +207,7 @@ class LiveLoop:
     @property
     def settings(self) -> Settings:
         """The settings in force."""
-        return self._settings
+        return self._controls.settings
 
     @property
     def pending(self) -> Request | None:
@@ -227,7 +219,7 @@ class LiveLoop:
     def layers(self) -> tuple[Layer, ...]:
         """What may be checkpointed, read from the live model: name, type, parameters, and why not where it may not."""
         if not self._closed:
-            self._layers = self._checkpointing.layers
+            self._layers = self._controls.checkpointing.layers
         return self._layers
 
     @property
@@ -264,11 +256,8 @@ class LiveLoop:
         """
         with self._lock:
             self._check_open("request")
-            try:
-                return self._queue.add(changes, source, self._settings)
-            except SettingsError as error:
-                self._reject(str(error), changes, source)
-                raise
+            with self._telling_of_rejection(changes, source):
+                return self._queue.add(changes, source, self._controls.settings)
 
     def schedule(self, *, at_step: int, source: str = "schedule", **changes: Any) -> Request:
         """Ask for settings from a later step on, from any thread; an event then, like every request.
@@ -289,14 +278,11 @@ class LiveLoop:
         """
         with self._lock:
             self._check_open("schedule")
-            try:
+            with self._telling_of_rejection(changes, source):
                 first = self._step if self._open is None else self._step + 1
                 if type(at_step) is not int or at_step < first:
                     raise SettingsError(f"at_step: got {at_step!r}, expected a whole number, at least {first}, which begins next")
-                return self._queue.schedule(at_step, changes, source, self._settings)
-            except SettingsError as error:
-                self._reject(str(error), changes, source)
-                raise
+                return self._queue.schedule(at_step, changes, source, self._controls.settings)
 
     @property
     def scheduled(self) -> tuple[Request, ...]:
@@ -313,7 +299,7 @@ class LiveLoop:
             Whether that could be done. False: a step is in progress, also where a cell has only called the model and nothing
             more, and it waits for that step's end; `abandon_step` forgets the step. Or the loop is closed, or set aside.
         """
-        if self._open is not None or self._closed or self._owner == _NO_THREAD:
+        if self._open is not None or self._closed or self._thread.owner == NO_THREAD:
             return False
         self._apply_queue()
         return True
@@ -321,7 +307,7 @@ class LiveLoop:
     def restart_scale(self) -> None:
         """Set the live scale to the initial scale in force, between steps; for a run that starts over."""
         with self._lock:
-            self._scaler.configure(self._settings, set_scale=True)
+            self._controls.restart_scale()
             self._journal.scale_was_set()
 
     # ---- what was recorded ------------------------------------------------------------------------------------------
@@ -342,7 +328,7 @@ class LiveLoop:
         """How the loop stands; never waits for the device."""
         return self._journal.status(
             step=self._step,
-            scale=self._settings.start_scale if self._scales_loss() else None,
+            scale=self._controls.settings.start_scale if self._controls.scales_loss else None,
             overall_peak_bytes=self._memory.meter.overall_peak_bytes,
         )
 
@@ -461,7 +447,7 @@ class LiveLoop:
     @property
     def complete_step(self) -> CompleteStep | None:
         """The newest step with the settings in force that was followed closely: what estimates for a later one go by."""
-        return self._memory.complete_step(self._settings)
+        return self._memory.complete_step(self._controls.settings)
 
     @property
     def out_of_memory(self) -> OutOfMemory | None:
@@ -506,7 +492,7 @@ class LiveLoop:
     @property
     def compiled(self) -> bool:
         """Whether the model, or a part of it, goes through torch.compile."""
-        return self._checkpointing.compiled
+        return self._controls.checkpointing.compiled
 
     def record_event(self, kind: str, reason: str, **detail: Any) -> None:
         """Add an event of a `kind` at the present step; `reason` is for people, `detail` for programs, and JSON-able."""
@@ -524,7 +510,7 @@ class LiveLoop:
         self.release_after_death()
         if not self._memory.told_within_the_op:
             self._deaths.loop_begins()
-        if self._scaler.in_mid_step:
+        if self._controls.scaler.in_mid_step:
             self.abandon_step()
         self.break_off_step()
 
@@ -534,14 +520,11 @@ class LiveLoop:
 
         The end of a loop cannot be seen from here; it counts as over when nothing was heard of it for some steps' time.
         """
-        heard = self._heard
-        if self._owner is not None or heard is None or heard[0] == threading.get_ident():
-            return False
-        return self._clock() - heard[1] < max(_QUIET_S, _QUIET_STEPS * self._journal.step_s())
+        return self._thread.is_heard_elsewhere(self._clock(), self._journal.step_s())
 
     def loop_ended(self) -> None:
         """The user's loop is over, and not just quiet."""
-        self._heard = None
+        self._thread.forget()
 
     @property
     def step_in_progress(self) -> bool:
@@ -563,7 +546,7 @@ class LiveLoop:
         step = self._open
         if step is None:
             return True
-        if not self._owner_is_here() or (step.scaler_used and any(scaler.is_enabled() for scaler in self._scalers)):
+        if not self._thread.may_train() or (step.scaler_used and self._controls.one_scales):
             return False
         with self._step_lock:
             here = step.thread == threading.get_ident()
@@ -571,7 +554,7 @@ class LiveLoop:
                 return False  # in the midst of a pass
             is_left = step.is_left
             if self._optimizer_steps.awaits_more:
-                if is_left and not self._is_of_another(threading.get_ident()):
+                if is_left and not step.is_elsewhere:
                     self._complete()
             elif is_left or (here and step.loss is None and not self._may_go_on(step)):
                 self.abandon_step()
@@ -586,7 +569,7 @@ class LiveLoop:
 
     def own(self, thread_ident: int | None) -> None:
         """Let only the thread `thread_ident` begin steps (a background run); None lets any."""
-        self._owner = thread_ident
+        self._thread.owner = thread_ident
         if thread_ident is None:
             self._arm()
         else:
@@ -595,8 +578,8 @@ class LiveLoop:
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """For steps that are none of the loop's: it neither sees nor records what happens meanwhile, on any thread."""
-        owner = self._owner
-        self.own(_NO_THREAD)
+        owner = self._thread.owner
+        self.own(NO_THREAD)
         try:
             yield
         finally:
@@ -614,8 +597,7 @@ class LiveLoop:
         self._optimizer_steps.abandon()
         self._memory.abandon()
         self.numerics.abandon()
-        for scaler in self._scalers:
-            scaler.abandon_step()
+        self._controls.abandon_step()
         self._arm()
 
     def break_off_step(self) -> None:
@@ -653,10 +635,9 @@ class LiveLoop:
             self._queue.clear()
             self._journal.write(wait=True)
             self._hooks.disarm_forward()
-            self._layers = self._checkpointing.layers
+            self._layers = self._controls.checkpointing.layers
             self._finalizer()
-            for scaler in self._scalers:
-                scaler.release()
+            self._controls.release_scalers()
             _attached.forget(self)
             self._held.let_go()
             self._optimizers = ()
@@ -669,7 +650,7 @@ class LiveLoop:
 
     def standing(self) -> Standing:
         """How it stands now; waits for the device."""
-        return Standing(step=self._step, settings=self._settings, scalers=tuple(scaler.progress() for scaler in self._scalers))
+        return Standing(step=self._step, settings=self._controls.settings, scalers=self._controls.progress)
 
     def go_to(self, standing: Standing) -> None:
         """Take the `standing` of then; the model and its optimizers are the caller's affair. On the thread that trains.
@@ -680,12 +661,8 @@ class LiveLoop:
             When a layer is not there any more; it may stand half there then, and is to go back to where it was.
         """
         with self._step_lock, self._lock:
-            for name, switch in self._switches.items():
-                switch.apply(getattr(standing.settings, name))
-            self._configure_scalers(standing.settings, set_scale=False)
-            for scaler, (scale, growth_tracker) in zip(self._scalers, standing.scalers, strict=True):
-                scaler.put_back(scale, growth_tracker)
-            self._settings, self._step = standing.settings, standing.step
+            self._controls.go_to(standing.settings, standing.scalers)
+            self._step = standing.step
 
     def check_request(self, changes: Mapping[str, Any], in_force: Settings, *, source: str) -> dict[str, Any]:
         """The `changes` as they would be in force from `in_force` on; nothing waits.
@@ -695,12 +672,8 @@ class LiveLoop:
         SettingsError
             When they cannot be met; an event of `source` says so, too.
         """
-        with self._lock:
-            try:
-                return self._queue.check(changes, in_force)
-            except SettingsError as error:
-                self._reject(str(error), changes, source)
-                raise
+        with self._lock, self._telling_of_rejection(changes, source):
+            return self._queue.check(changes, in_force)
 
     @contextlib.contextmanager
     def rehearse(self, requests: Sequence[Request]) -> Iterator[Journal]:
@@ -721,8 +694,7 @@ class LiveLoop:
     def begin_course(self) -> None:
         """What comes is recorded in another history, which has in common with the one so far what is before the present step."""
         with self._lock:
-            scales = {id(scaler): scaler.progress()[0] for scaler in self._scalers}
-            self._journal = self._journal.until(self._step, scales=scales)
+            self._journal = self._journal.until(self._step, scales=self._controls.scales)
         self.numerics.forget_from(self._step)
         death = self._deaths.last
         if death is not None and death.step >= self._step:
@@ -762,12 +734,10 @@ class LiveLoop:
             _attached.put(model, self)
         with self._lock:
             self._held = Watched(models)
-            for switch in self._switches.values():
+            for switch in self._controls.switches.values():
                 switch.watch(self._held)
-            self._layers = self._checkpointing.layers
-        self._module_ids = self._ids_now()
+            self._layers = self._controls.checkpointing.layers
         self._optimizer_steps.clear()
-        self._optimizers_sought = False
         self._memory.meter.watch(self._held)
         self.numerics.watch(models)
         if self._open is not None and self._open.measured:
@@ -781,8 +751,7 @@ class LiveLoop:
     def found(self, **settings: Any) -> None:
         """The user's own loop has these settings: they are in force where no request has overridden them; no event."""
         with self._lock:
-            theirs = {name: value for name, value in settings.items() if name not in self._overridden}
-            self._settings = self._settings.replace(**theirs)
+            self._controls.found(settings)
 
     def adopt_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Watch and control the user's own scaler, one of several perhaps; each ends steps with its ``update()``.
@@ -792,31 +761,23 @@ class LiveLoop:
         TypeError
             When its class cannot be extended.
         """
-        if not self.has_users_scaler:
-            self.found(**rules_of(scaler))
-        live = LiveScaler.adopt(scaler, self._settings)
-        if self._overrides_scaler:
-            live.configure(self._settings, set_scale=False)
-        if not self.has_users_scaler:
-            self._scaler = live
-            self._scalers.clear()
-        live.listen(self)
-        self._scalers.append(live)
+        with self._lock:
+            self._controls.adopt_scaler(scaler, listener=self)
 
     @property
     def has_users_scaler(self) -> bool:
         """Whether the user's loop has a scaler of its own."""
-        return self._scaler.adopted
+        return self._controls.has_users_scaler
 
     @property
     def overrides_autocast(self) -> bool:
         """Whether autocast was asked for: the user's own regions take the format in force then."""
-        return "autocast" in self._overridden
+        return self._controls.overrides_autocast
 
     @property
     def adds_scaling(self) -> bool:
         """Whether the loss of a loop without a scaler is to be scaled, because that was asked for."""
-        return self._settings.scales_loss and not self.has_users_scaler and not self._overridden.isdisjoint(_SCALING)
+        return self._controls.adds_scaling
 
     def backward_begins(self, tensors: Any, *, scale: bool) -> Any:
         """A backward pass from `tensors` is about to begin, in a loop without a scaler. Returns what it is to begin from.
@@ -832,15 +793,13 @@ class LiveLoop:
             return tensors  # of another model
         self._begin(trains=True)
         step = self._open
-        if step is None or not self._owner_is_here() or (step.scaler_used and not step.scaling_added):
+        if step is None or not self._thread.may_train() or (step.scaler_used and not step.scaling_added):
             return tensors
         if scale and self.adds_scaling:
             step.scaling_added = True
-            return self._scaler.scale(tensors)
+            return self._controls.scaler.scale(tensors)
         step.trained = True
-        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            if isinstance(tensor, torch.Tensor):
-                self._add_loss(tensor)
+        step.add_loss(tensors)
         return tensors
 
     @property
@@ -854,17 +813,11 @@ class LiveLoop:
 
     def owns(self, module: nn.Module) -> bool:
         """Whether the module is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
-        if self._held.has_lost_some():  # the ids of a model that was freed come again
-            self._module_ids = self._ids_now()
-        if id(module) in self._module_ids:
-            return True
-        inside = module.__dict__.get("_modules", {})  # not by getattr: it may be the user's own property
-        return any(id(inside[name]) in self._module_ids for name in ("_orig_mod", "module") if name in inside)
+        return self._held.owns(module)
 
     def parameters(self) -> list[nn.Parameter]:
         """Of the model, as long as it is there."""
-        model = self._model
-        return [] if model is None else list(nn.Module.parameters(model))
+        return self._held.parameters()
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's steps count as the model's."""
@@ -875,13 +828,13 @@ class LiveLoop:
     def enter_autocast(self) -> AutocastName:
         if torch.is_grad_enabled():
             self._begin(by_autocast=True)
-        return self._settings.autocast
+        return self._controls.settings.autocast
 
     def exit_autocast(self, error: BaseException | None) -> None:
-        if error is not None and self._owner_is_here():
+        if error is not None and self._thread.may_train():
             self.died(error)
         step = self._open
-        if step is None or not self._owner_is_here():
+        if step is None or not self._thread.may_train():
             return
         if error is not None:
             self.break_off_step()
@@ -892,14 +845,10 @@ class LiveLoop:
 
     def scaling(self, outputs: object) -> None:
         self._begin(trains=True)
-        if self._open is not None:
-            self._open.trained = self._open.scaler_used = True
-        if isinstance(outputs, torch.Tensor):
-            self._add_loss(outputs)
-        elif isinstance(outputs, (list, tuple)):
-            for output in outputs:
-                if isinstance(output, torch.Tensor):
-                    self._add_loss(output)
+        step = self._open
+        if step is not None:
+            step.trained = step.scaler_used = True
+            step.add_loss(outputs)
 
     def stepping(self) -> None:
         self._begin(trains=True)
@@ -920,15 +869,11 @@ class LiveLoop:
 
     def adopted(self, settings: Settings, changes: dict[str, Any]) -> None:
         with self._lock:
-            new = self._settings.replace(**{name: getattr(settings, name) for name in changes})
-            self._settings = new
+            self._controls.adopted(settings, changes)
             self.record_event("applied", describe_changes(changes), **changes, source="scaler")
 
     def parameter_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        model = self._model
-        names = {} if model is None else {id(p): name for name, p in nn.Module.named_parameters(model)}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters)]
+        return self._held.names_of([p for group in optimizer.param_groups for p in group["params"]])
 
     # ---- told by torch's hooks (HookListener) -------------------------------------------------------------------------------
 
@@ -951,13 +896,20 @@ class LiveLoop:
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
         self._ended_by_optimizers = False
-        if not self._optimizer_steps.given and self._owner_is_here() and self.trains(optimizer):
+        if not self._optimizer_steps.given and self._thread.may_train() and self.trains(optimizer):
             self._memory.meter.follow((optimizer,))
         if step is not None and step.scaler_used and not step.scaling_added:
             return  # the boundary is the scaler's update()
-        if not self._owner_is_here() or not self.trains(optimizer):
+        if not self._thread.may_train() or not self.trains(optimizer):
             return
-        if self._optimizer_steps.completes(optimizer, in_progress=step is not None):
+        with self._step_lock:
+            step = self._open
+            if step is not None:
+                step.thread = (
+                    threading.get_ident()
+                )  # another thread's forward pass may have begun it, and must not end it too
+            completes = self._optimizer_steps.completes(optimizer, in_progress=step is not None)
+        if completes:
             self._complete()
         elif self._optimizer_steps.awaits_more:
             self._arm()
@@ -977,19 +929,19 @@ class LiveLoop:
         step = self._open
         if step is not None and not (trains or self._optimizer_steps.awaits_more or step.died_in is not None):
             return  # hot
-        if self._closed or not self._owner_is_here():
+        if self._closed or not self._thread.may_train():
             return
         with self._step_lock:
             self._begin_on(threading.get_ident(), by_autocast, trains)
 
     def _begin_on(self, thread: int, by_autocast: bool, trains: bool) -> None:
-        elsewhere = self._trainer not in (None, thread) and is_alive(self._trainer)
+        elsewhere = self._thread.last_is_another()
         if self._open is not None:
             if trains and self._open.thread != thread:
                 self.abandon_step()  # another thread's forward pass, which was none of training
             elif self._open.died_in is not None and not trains and self._starts_over(thread):
                 self.abandon_step()
-            elif self._optimizer_steps.awaits_more and not elsewhere and not self._is_of_another(thread):
+            elif self._optimizer_steps.awaits_more and not elsewhere and not self._open.is_elsewhere:
                 self._complete()  # by another thread it could be completed twice
             else:
                 return
@@ -1003,12 +955,12 @@ class LiveLoop:
         if not by_autocast:
             self._hooks.disarm_forward()
         rehearsed = self._rehearsal is not None
-        measured, profiled = (False, False) if rehearsed else self._memory.plan(self._step, self._settings)
+        measured, profiled = (False, False) if rehearsed else self._memory.plan(self._step, self._controls.settings)
         if measured:
             self._seek_optimizers()
             self._memory.begin()
         begun_s = self._clock()
-        self._note_heard(begun_s)
+        self._thread.note(begun_s)
         self._ended_by_optimizers = False
         self._open = OpenStep(
             thread=thread,
@@ -1023,17 +975,9 @@ class LiveLoop:
 
     def _seek_optimizers(self) -> None:
         """Let the meter know the optimizers that there are already, so that their state counts from the first step on."""
-        model = self._model
-        if self._optimizers_sought or model is None:
-            return
-        self._optimizers_sought = True
-        self._optimizer_steps.find(model)
-        self._memory.meter.follow(self._optimizer_steps.ours)
-
-    def _is_of_another(self, thread: int) -> bool:
-        """Whether the step in progress was begun by another thread, which has not ended."""
-        step = self._open
-        return step is not None and step.thread != thread and is_alive(step.thread)
+        if not self._optimizer_steps.sought and (model := self._model) is not None:
+            self._optimizer_steps.find(model)
+            self._memory.meter.follow(self._optimizer_steps.ours)
 
     def _starts_over(self, thread: int) -> bool:
         """Whether a new step begins after one in which memory has run out; else the user has caught that, and goes on with it.
@@ -1052,13 +996,13 @@ class LiveLoop:
     def _complete(self) -> None:
         """End a step that the optimizers have made."""
         if self.scaling_added:
-            self._scaler.update_after_steps()  # which tells its listener
+            self._controls.scaler.update_after_steps()  # which tells its listener
         else:
             self._end(ScaledStep(None, None, False, None))
             self._ended_by_optimizers = True
 
     def _end(self, scaled: ScaledStep) -> None:
-        if self._closed or not self._owner_is_here():
+        if self._closed or not self._thread.may_train():
             return
         with self._step_lock:
             self._record(scaled)
@@ -1074,18 +1018,18 @@ class LiveLoop:
     def _record(self, scaled: ScaledStep) -> None:
         self._look_for_death()  # the user has caught it, and gone on
         opened, self._open = self._open, None
-        self._trainer = threading.get_ident()
+        self._thread.last = threading.get_ident()
         now_s = self._clock()
-        self._note_heard(now_s)
+        self._thread.note(now_s)
         self._optimizer_steps.ended()
         if opened is not None and opened.timer is not None:
             opened.timer.stop()
-        reading, profile = self._memory.end(self._settings, measured=opened is not None and opened.measured)
+        reading, profile = self._memory.end(self._controls.settings, measured=opened is not None and opened.measured)
         if profile is not None:
             self.keep_profile(profile)
         if self._rehearsal is None:
             self.numerics.end(self._step, scaled, None if opened is None else opened.loss)
-        self._fp32_layers.step_ended(self._step)
+        self._controls.fp32_layers.step_ended(self._step)
         self._records.put_step(
             StepRecord(
                 step=self._step,
@@ -1094,7 +1038,7 @@ class LiveLoop:
                 timer=None if opened is None else opened.timer,
                 skipped=scaled.skipped,
                 scaled=scaled.used is not None,
-                growth_interval=self._settings.growth_interval,
+                growth_interval=self._controls.settings.growth_interval,
                 by_rule=scaled.by_rule,
                 scaler_id=scaled.scaler_id,
                 memory=reading,
@@ -1141,28 +1085,13 @@ class LiveLoop:
     def _say(self, text: str) -> None:
         self.record_event("note", text)
 
-    def _note_heard(self, now_s: float) -> None:
-        if self._owner is None:
-            self._heard = (threading.get_ident(), now_s)
-
-    def _add_loss(self, loss: torch.Tensor) -> None:
-        if self._open is not None:
-            self._open.add_loss(loss)
-
     @property
     def _model(self) -> nn.Module | None:
         return self._held()
 
-    def _ids_now(self) -> set[int]:
-        model = self._model
-        return set() if model is None else {id(module) for module in model.modules()}
-
-    def _owner_is_here(self) -> bool:
-        return self._owner is None or self._owner == threading.get_ident()
-
     def _arm(self) -> None:
         # never where torch.compile is in use: it compiles anew for every global hook that comes or goes
-        if self._watch_forwards and self._owner is None and not self._closed and not frames_compiled():
+        if self._watch_forwards and self._thread.owner is None and not self._closed and not frames_compiled():
             self._hooks.arm_forward()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -1178,48 +1107,16 @@ class LiveLoop:
                 queue.drop_first()  # only now: an interrupt leaves it waiting
 
     def _apply(self, request: Request) -> None:
-        before = self._settings
+        detail = {**request.changes, "source": request.source}
         try:
-            settings = before.replace(**request.changes)
-            for name in (name for name in self._switches if name in request.changes):
-                self._switches[name].apply(getattr(settings, name))  # all of it or nothing
-            if not request.changes.keys() <= self._switches.keys():
-                self._configure_scalers(settings, set_scale="init_scale" in request.changes)
+            self._controls.apply(request.changes)
         except Exception as error:  # whatever it is, it is shown: a request is never half applied nor lost
-            self._roll_back(before, request)
             reason = str(error) if isinstance(error, SettingsError) else f"{type(error).__name__}: {error}"
-            self._records.put_event(self._step, "rejected", reason, {**request.changes, "source": request.source})
-        except BaseException:
-            self._roll_back(before, request)
-            raise
+            self._records.put_event(self._step, "rejected", reason, detail)
         else:
-            self._settings = settings
-            self._overridden.update(request.changes)
             if "init_scale" in request.changes:
                 self._records.scale_was_set()
-            said = describe_changes(request.changes)
-            self._records.put_event(self._step, "applied", said, {**request.changes, "source": request.source})
-
-    def _roll_back(self, settings: Settings, request: Request) -> None:
-        if self._overrides_scaler or not self.has_users_scaler:
-            self._configure_scalers(settings, set_scale=False)
-        for name in (name for name in self._switches if name in request.changes):
-            try:
-                self._switches[name].apply(getattr(settings, name))
-            except SettingsError:
-                pass  # a layer in force has left the model, which is why nothing was switched: `apply` does all or nothing
-
-    def _scales_loss(self) -> bool:
-        # a scaler of the user's may scale whatever is in force; after the end it is theirs again
-        return self._settings.scales_loss if self._closed else self._scaler.is_enabled()
-
-    def _configure_scalers(self, settings: Settings, *, set_scale: bool) -> None:
-        for scaler in self._scalers:
-            scaler.configure(settings, set_scale=set_scale)
-
-    @property
-    def _overrides_scaler(self) -> bool:
-        return not self._overridden <= self._switches.keys()
+            self._records.put_event(self._step, "applied", describe_changes(request.changes), detail)
 
     @property
     def _records(self) -> Journal:
@@ -1230,21 +1127,24 @@ class LiveLoop:
         if self._closed:
             raise SessionClosedError(f"{verb}: this session was closed, and no longer controls the model; {self.go_on}")
 
+    @contextlib.contextmanager
+    def _telling_of_rejection(self, changes: Mapping[str, Any], source: str) -> Iterator[None]:
+        try:
+            yield
+        except SettingsError as error:
+            self._reject(str(error), changes, source)
+            raise
+
     def _reject(self, reason: str, changes: Mapping[str, Any], source: str) -> None:
         self._journal.put_event(self._step, "rejected", reason, {**changes, "source": source})
 
 
-_NO_THREAD = -1
-_SCALING = {"autocast", "scaling"}
-_QUIET_S = 3.0
-_QUIET_STEPS = 5
-
 _attached: Attached[LiveLoop] = Attached()
 
 
-def _let_go(hooks: Hooks, switches: Mapping[str, LayerSwitch], meter: MemoryMeter, numerics: Numerics) -> None:
+def _let_go(hooks: Hooks, switches: Sequence[LayerSwitch], meter: MemoryMeter, numerics: Numerics) -> None:
     numerics.close()
     hooks.remove()
-    for switch in switches.values():
+    for switch in switches:
         switch.close()
     meter.close()

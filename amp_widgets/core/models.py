@@ -57,9 +57,30 @@ class Held:
 
     def __init__(self, model: nn.Module) -> None:
         self._model: nn.Module | None = model
+        self._module_ids = self._ids_now()
 
     def __call__(self) -> nn.Module | None:
         return self._model
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether the module is the model or a part of it, or a wrapper around it (compiled, DDP, DataParallel)."""
+        if self._has_lost_some():  # the ids of a model that was freed come again
+            self._module_ids = self._ids_now()
+        if id(module) in self._module_ids:
+            return True
+        inside = module.__dict__.get("_modules", {})  # not by getattr: it may be the user's own property
+        return any(id(inside[name]) in self._module_ids for name in ("_orig_mod", "module") if name in inside)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model, as long as it is there."""
+        model = self()
+        return [] if model is None else list(nn.Module.parameters(model))
+
+    def names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """The names of these parameters; of one that is not the model's, what can be said of it."""
+        model = self()
+        names = {} if model is None else {id(p): name for name, p in nn.Module.named_parameters(model)}
+        return [names.get(id(p), f"parameter {i} of shape {tuple(p.shape)}") for i, p in enumerate(parameters)]
 
     def let_go(self) -> None:
         """Forget it."""
@@ -69,9 +90,13 @@ class Held:
         """Whether there is none any more."""
         return self._model is None
 
-    def has_lost_some(self) -> bool:
+    def _has_lost_some(self) -> bool:
         """Whether a model has been freed since this was last asked."""
         return False
+
+    def _ids_now(self) -> set[int]:
+        model = self()
+        return set() if model is None else {id(module) for module in model.modules() if type(module) is not Together}
 
 
 class Watched(Held):
@@ -86,6 +111,7 @@ class Watched(Held):
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._references = {name: weakref.ref(model, self._note) for name, model in models.items()}
         self._lost = False
+        self._module_ids = self._ids_now()
 
     def __call__(self) -> nn.Module | None:
         models = {name: model for name, reference in self._references.items() if (model := reference()) is not None}
@@ -99,7 +125,7 @@ class Watched(Held):
     def is_gone(self) -> bool:
         return all(reference() is None for reference in self._references.values())
 
-    def has_lost_some(self) -> bool:
+    def _has_lost_some(self) -> bool:
         lost, self._lost = self._lost, False
         return lost
 

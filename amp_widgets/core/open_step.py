@@ -82,10 +82,19 @@ class OpenStep:
             return not is_alive(self.thread)
         return self.begun_in != "" and self.begun_in not in files_running()
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Sum up what is backpropagated in a step: the quantity whose gradient the step applies."""
-        if loss.numel() != 1 or type(loss) not in (torch.Tensor, torch.nn.Parameter):
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this one has begun it, and has not ended."""
+        return self.thread != threading.get_ident() and is_alive(self.thread)
+
+    def add_loss(self, loss: object) -> None:
+        """Sum up what is backpropagated in a step, a tensor or several: the quantity whose gradient the step applies."""
+        if isinstance(loss, (list, tuple)):
+            for part in loss:
+                self.add_loss(part)
             return
+        if not isinstance(loss, torch.Tensor) or type(loss) not in (torch.Tensor, torch.nn.Parameter) or loss.numel() != 1:
+            return  # a subclass may mean anything by its operations
         value = loss.detach()
         if value.dim():
             value = value.reshape(())

@@ -20,10 +20,16 @@ class OptimizerSteps:
     ----------
     given
         The optimizers that make up a step; empty: any that has parameters of the model.
+
+    Attributes
+    ----------
+    sought
+        Whether those that there were before the first step are known.
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
         self.given = tuple(given)
+        self.sought = bool(given)
         self._stepped: set[int] = set()  # in the step in progress
         self._before: set[int] = set()  # in the one that has just ended
         self._together = 1
@@ -42,6 +48,7 @@ class OptimizerSteps:
 
     def find(self, model: nn.Module) -> None:
         """Get to know the optimizers that are there already; takes some milliseconds, as all objects are looked at."""
+        self.sought = True
         for candidate in gc.get_objects():
             if issubclass(type(candidate), torch.optim.Optimizer) and "param_groups" in candidate.__dict__:
                 self.is_ours(candidate, model)
@@ -90,6 +97,7 @@ class OptimizerSteps:
     def clear(self) -> None:
         """Forget all optimizers."""
         self.given = ()
+        self.sought = False
         self._known.clear()
         self._stepped = set()
         self._before = set()

@@ -235,8 +235,9 @@ def _positive_int(name: str, value: object) -> int:
 
 def _planned_layers(planned: Planned) -> Iterable[str]:
     if not getattr(planned, "fits", True):
+        sentence = getattr(planned, "sentence", planned)
         raise SettingsError(
-            f"checkpointed: got a plan that does not keep within its budget, expected one that fits. {planned}. To checkpoint "
+            f"checkpointed: got a plan that does not keep within its budget, expected one that fits. {sentence}. To checkpoint "
             "its layers all the same, request checkpointed=plan.layers"
         )
     return planned.layers

@@ -44,8 +44,8 @@ def demo(name: str = "digits", *, display: bool = True, scenarios: bool = False)
     Returns
     -------
     AmpSession
-        Prepared, not started: press Start, or call ``session.start()``. When another situation is chosen on the page, it is
-        closed and another session takes its place.
+        Prepared, not started: press Start, or call ``session.start()``. When another situation is chosen on the page, or one is
+        run again, it is closed; the notebook's names that stood for it then stand for the session that takes its place.
 
     Raises
     ------
@@ -100,11 +100,35 @@ def _session_of_scenario(name: str, *, display: bool) -> AmpSession:
         from IPython.display import display as show
 
         panel = scenario(known)
+        panel.on_session(_Renamed(panel.session))
         shown: Any = show
         shown(panel)
         return panel.session
     session: AmpSession = _scenarios().SCENARIOS[known].session()
     return session
+
+
+class _Renamed:
+    """Lets the notebook's names that stand for a session stand for the one that takes its place.
+
+    Parameters
+    ----------
+    session
+        The first one.
+    """
+
+    def __init__(self, session: AmpSession) -> None:
+        self._session = session
+
+    def __call__(self, session: AmpSession) -> None:
+        """Put `session` in the place of the one before."""
+        from IPython.core.getipython import get_ipython
+
+        before, self._session = self._session, session
+        shell: Any = get_ipython()
+        names = {} if shell is None else shell.user_ns
+        for name in [name for name, value in list(names.items()) if value is before and not name.startswith("_")]:
+            names[name] = session
 
 
 def _known_scenario(name: str) -> str:
@@ -114,8 +138,7 @@ def _known_scenario(name: str) -> str:
         first: str = situations.scenario_of_demo(name).name
         return first
     if name not in situations.SCENARIOS:
-        known = ", ".join(f"{key!r} ({one.text})" for key, one in DEMOS.items())
-        played = ", ".join(f"{key!r} ({one.title})" for key, one in situations.SCENARIOS.items())
+        known, played = ", ".join(map(repr, DEMOS)), ", ".join(map(repr, situations.SCENARIOS))
         raise DemoError(f"demo: got {name!r}, expected one of {known}; or a situation to play: {played}")
     return name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pkgutil
 import threading
 from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ class Scenario:
         The name of the demo that makes the model and its session.
     situation, watch
         What is going on, and what to look at while it runs.
-    question, unit, choices, within
+    question, unit, choices, within, between, whole
         As of `amp_widgets.widgets.question.Question`; `choices` is key → text.
     steps
         So many steps are trained before it is measured.
@@ -79,6 +80,8 @@ class Scenario:
     unit: str = ""
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
     within: float | None = None
+    between: tuple[float, float] = (-math.inf, math.inf)
+    whole: bool = False
     steps: int
     measure: Callable[[AmpSession, Scenario], Measured]
     why: str

@@ -156,7 +156,12 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         scenario = self.scenario
         choices = [say(text) for text in scenario.choices.values()] or None
         question = Question(
-            say(scenario.question), unit=say(scenario.unit) if scenario.unit else "", choices=choices, within=scenario.within
+            say(scenario.question),
+            unit=say(scenario.unit) if scenario.unit else "",
+            choices=choices,
+            within=scenario.within,
+            between=scenario.between,
+            whole=scenario.whole,
         )
         question.on_guess(self._guessed)
         kernel.answer_where_asked(question.comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 
 from amp_widgets.demos import measures
@@ -17,6 +18,7 @@ _ALL = (
         watch="Watch the loss: it stands still. From step 20 on it is scaled. The Gradients tab shows what is lost.",
         question="With the loss not scaled: which share of the gradients stored in fp16 is exactly zero?",
         unit="%",
+        between=(0, 100),
         settings={"scaling": False},
         changes={20: {"scaling": True}},
         steps=40,
@@ -39,6 +41,8 @@ _ALL = (
         watch="Watch the loss scale: a step whose gradients hold inf or NaN is skipped, and halves it.",
         question="How many steps are skipped before the scale fits?",
         unit="steps",
+        between=(0, inf),
+        whole=True,
         steps=20,
         measure=measures.first_skips,
         why=(
@@ -60,6 +64,8 @@ _ALL = (
         ),
         watch="Watch the loss scale as it falls, stands, and rises.",
         question="Which step is the first to be trained at a doubled scale?",
+        between=(0, inf),
+        whole=True,
         settings={"growth_interval": 20},
         steps=30,
         measure=measures.first_doubling,
@@ -110,6 +116,8 @@ _ALL = (
         question="How many windows fit into the same memory when all of its 6 blocks are checkpointed?",
         unit="windows",
         within=4.0,
+        between=(1, inf),
+        whole=True,
         steps=3,
         measure=measures.fitting_batch,
         why=(
@@ -129,6 +137,7 @@ _ALL = (
         watch="Watch the peak of the memory, and the step time.",
         question="What is the peak with both, in percent of the peak with neither?",
         unit="%",
+        between=(0, inf),
         changes={4: {"autocast": "bf16", "checkpointed": ["layers.*"]}},
         steps=8,
         measure=measures.peak_of_both,

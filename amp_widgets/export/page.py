@@ -17,7 +17,7 @@ from amp_widgets.charts.two_themes import two_themes
 from amp_widgets.errors import ExportError
 from amp_widgets.export.blocks import block, with_small_arrays
 from amp_widgets.export.new_file import check_free, write_whole
-from amp_widgets.language import in_language, language, marked, page_script_in_language
+from amp_widgets.language import in_language, language, marked, page_script_in_language, say
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -130,7 +130,7 @@ class Page:
             f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
             f'<meta name=viewport content="width=device-width, initial-scale=1">\n<meta name=color-scheme content="light dark">\n'
             f"<title>{escaped(self._title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-            f"<header><h1>{escaped(self._title)}</h1>{_SWITCH if scripts else ''}</header>\n"
+            f"<header><h1>{escaped(self._title)}</h1>{_switch() if scripts else ''}</header>\n"
             + "\n".join(self._parts)
             + "\n</main>\n"
             + "\n".join([*self._blocks, *scripts])
@@ -199,11 +199,11 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-_SWITCH = (
-    '<div class=themes role=group aria-label="colours" hidden>'
-    + "".join(f'<button type=button data-theme="{name}">{name}</button>' for name in ("auto", "light", "dark"))
-    + "</div>"
-)
+def _switch() -> str:
+    """Buttons for the colours of the page; its script shows them."""
+    names = {"auto": say("auto"), "light": say("light"), "dark": say("dark"), "high-contrast": say("high contrast")}
+    buttons = "".join(f'<button type=button data-theme="{theme}">{escaped(name)}</button>' for theme, name in names.items())
+    return f'<div class=themes role=group aria-label="{escaped(say("colours"))}" hidden>{buttons}</div>'
 
 
 def _text(name: str) -> str:

@@ -65,6 +65,8 @@ class SinkFollower(Follower):
             self._sink.write(news.rows, news.events)
 
     def _failure(self, error: Exception) -> str:
+        if self._closing:
+            return f"The end of the run was not logged to {self._sink.name}: {type(error).__name__}: {error}."
         return (
             f"Not logged at present to {self._sink.name}: {type(error).__name__}: {error}. Training goes on; it is tried again "
             f"every {RETRY_S:g} s."

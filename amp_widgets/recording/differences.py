@@ -16,8 +16,9 @@ from amp_widgets.core.history import Event, History
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.number_text import ratio_text, time_text
 from amp_widgets.core.settings import FIELD_NAMES, Settings, describe_changes, format_scale
-from amp_widgets.core.table import table_html, table_text
+from amp_widgets.core.table import table_html, table_text, told_cell
 from amp_widgets.errors import RunError
+from amp_widgets.language import in_language, say
 from amp_widgets.recording.beginning import began_s
 from amp_widgets.recording.run_like import RunLike, facts_of, names_of, newest_history
 
@@ -105,22 +106,27 @@ class Differences:
         return [("", *self.runs), *((row.name, *row.texts) for row in (*self.differing, *self.equal))]
 
     def __repr__(self) -> str:
-        headings, *lines = self.to_table()
-        differing = len(self.differing)
-        text = table_text([headings, *lines], words=range(len(headings)))
-        if lines[differing:]:
-            text.insert(1 + differing, f"the same in all {len(self.runs)}:" if len(self.runs) > 2 else "the same in both:")
-        return "\n".join([*text, self.obtained])
+        rows, differing = self._told_table(), len(self.differing)
+        text = table_text(rows, words=range(len(rows[0])))
+        if self.equal:
+            runs = len(self.runs)
+            text.insert(1 + differing, say("the same in all {runs}:", runs=runs) if runs > 2 else say("the same in both:"))
+        return "\n".join([*text, in_language(self.obtained)])
 
     def _repr_html_(self) -> str:
-        headings, *lines = self.to_table()
+        headings, *lines = self._told_table()
         words, differing = range(len(headings)), len(self.differing)
         shown = table_html([headings, *lines[:differing]], words=words)
         folded = ""
         if lines[differing:]:
             table = table_html([headings, *lines[differing:]], words=words)
-            folded = f"<details><summary>{equal_text(len(lines) - differing, len(self.runs))}</summary>{table}</details>"
-        return f"<div>{shown}{folded}<div>{html.escape(self.obtained)}</div></div>"
+            summary = html.escape(in_language(equal_text(len(lines) - differing, len(self.runs))))
+            folded = f"<details><summary>{summary}</summary>{table}</details>"
+        return f"<div>{shown}{folded}<div>{html.escape(in_language(self.obtained))}</div></div>"
+
+    def _told_table(self) -> list[list[str]]:
+        names, *rows = self.to_table()
+        return [list(names), *([told_cell(cell) for cell in row] for row in rows)]
 
 
 OBTAINED = (

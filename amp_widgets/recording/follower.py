@@ -137,6 +137,7 @@ class Follower(abc.ABC):
         self._lock = threading.RLock()  # around what it is handed to
         self._wake = threading.Event()
         self._closed = False
+        self._closing = False
         self._held = False
         self._lost: str | None = None
         self._failing: str | None = None
@@ -146,7 +147,7 @@ class Follower(abc.ABC):
 
     @property
     def notice(self) -> str | None:
-        """Why nothing is handed on at present, for people; None while all is well."""
+        """Why nothing is handed on at present, for people; None while all is well. Once closed: what is missing at the end."""
         return self._lost or self._failing
 
     @property
@@ -181,6 +182,7 @@ class Follower(abc.ABC):
         if os.getpid() != self._process:  # a copy, by os.fork(), that has neither the thread nor a claim to what it writes to
             return
         held, self._held = self._held, False
+        self._closing = True
         self._tick(None if held else self._source())
         with self._lock:
             if self._closed:
@@ -199,7 +201,10 @@ class Follower(abc.ABC):
 
     @abc.abstractmethod
     def _failure(self, error: Exception) -> str | None:
-        """After an error in `_write`: put all as it was before; what to tell people. None: the error is not to be held back."""
+        """After an error in `_write`: put all as it was before; what to tell people. None: the error is not to be held back.
+
+        While `_closing` there is no other time for it.
+        """
 
     @abc.abstractmethod
     def _release(self) -> None:

@@ -21,7 +21,9 @@ from amp_widgets.errors import RecordingError
 from amp_widgets.recording import schema
 from amp_widgets.recording.follower import RETRY_S, Followed, Follower, LayerRow, News
 from amp_widgets.recording.gradient_rows import GradientAllowance
+from amp_widgets.recording.run_path import run_path
 from amp_widgets.recording.step_profiles import profile_to_json
+from amp_widgets.recording.writer import this_process
 
 EVERY_S = 0.25
 """How often steps are written; well below the second that a killed kernel may cost."""
@@ -54,14 +56,18 @@ class Recorder(Follower):
         self, path: str | os.PathLike[str], source: Followed, *, facts: Mapping[str, Any], every_s: float = EVERY_S
     ) -> None:
         super().__init__(source, every_s=every_s, name="recording")
-        self.path = Path(path).absolute()
+        named = run_path(path)
+        if named is None:
+            raise RecordingError(f"record: got {path!r}, expected the path of a new file, such as 'run.db'")
+        self.path = named
         self._columns = self._history.names
         self._waiting: dict[str, npt.NDArray[Any]] = {name: np.empty(0) for name in self._columns}  # for the next block
         self._profiles_written = 0
         self._allowance = GradientAllowance()
         self._connection, self._identity = _make(self.path, self._columns)
         try:
-            self._put_facts({"began": _utc_now(), "columns": list(self._columns), **facts})
+            known = {"began": _utc_now(), "columns": list(self._columns), "writer": this_process()}
+            self._put_facts({**known, **facts})
             self._hand_on(source)
         except sqlite3.Error as error:
             self._connection.close()
@@ -97,12 +103,16 @@ class Recorder(Follower):
             self._connection.execute("ROLLBACK")
         if not isinstance(error, sqlite3.Error):
             return None
+        if self._closing:
+            return f"The end of the run was not recorded to {self.path.name}: {error}."
         return (
             f"Not recorded at present: {self.path.name}: {error}. Training goes on; it is tried again every {RETRY_S:g} s, and "
             "nothing is lost as long as this kernel lives."
         )
 
     def _release(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._put_facts({"ended": _utc_now()})
         # One file, which opens anywhere. Where the run is open for reading it may have to keep its companions; all that was
         # written is in it all the same, so that it can be copied alone.
         for pragma in ("busy_timeout = 0", "wal_checkpoint(TRUNCATE)", "journal_mode = DELETE"):

@@ -12,6 +12,7 @@ import os
 import sqlite3
 import stat
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,8 +30,10 @@ from amp_widgets.errors import RecordingError, SettingsError
 from amp_widgets.recording import schema
 from amp_widgets.recording.gradient_rows import from_row
 from amp_widgets.recording.recorded_gradients import RecordedGradients
+from amp_widgets.recording.run_path import run_path
 from amp_widgets.recording.settings_course import WrittenSettings, settings_in_force
 from amp_widgets.recording.step_profiles import profile_from_json
+from amp_widgets.recording.writer import WriterState, state_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +69,17 @@ class Run:
         About the run: model, device, versions of packages, when it began.
     history
         Every step and every event, as a session has it.
+    writer
+        What had become of the process that writes the file when it was read last: whatever it had written is read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        named = run_path(path)
+        if named is None:
+            raise RecordingError(
+                f"open_run: got {path!r}, expected the path of a file that a session has recorded, such as 'run.db'"
+            )
+        self.path = named
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = _connect(self.path)
         self._rows = 0
@@ -78,7 +88,10 @@ class Run:
         self._gradients = RecordedGradients((), self._read_gradients)
         try:
             with self._reading() as connection:
-                self.facts: Mapping[str, Any] = MappingProxyType(_facts(connection))
+                facts = _facts(connection)
+                self._writer = facts.pop("writer", None)
+                self.writer: WriterState = "unknown"
+                self.facts: Mapping[str, Any] = MappingProxyType(facts)
                 self._columns = _columns(connection)
                 self.history = History(capacity=DEFAULT_CAPACITY, extra_columns=self._columns[len(COLUMNS) :])
             self.refresh()
@@ -174,9 +187,20 @@ class Run:
         with self._reading() as connection:
             return from_row(connection.execute(query, (number,)).fetchone())
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the file was written to, as its disk has it; 0 where that cannot be told."""
+        silent_s = math.inf
+        for path in (self.path, wal_of(self.path)):
+            with contextlib.suppress(OSError):
+                silent_s = min(silent_s, time.time() - path.stat().st_mtime)
+        return max(silent_s, 0.0) if silent_s < math.inf else 0.0
+
     def refresh(self) -> int:
         """Read what was written since; how many steps that were."""
+        writer = state_of(self._writer)  # first: it may write, close the file and end while this reads
         with self._lock, self._reading() as connection:
+            ended = connection.execute("SELECT count(*) FROM facts WHERE name = 'ended'").fetchone() != (0,)
             columns = _rows_after(connection, self._columns, self._rows)
             events = [
                 _event(row) for row in connection.execute("SELECT * FROM events WHERE id >= ? ORDER BY id", (self._events,))
@@ -188,6 +212,7 @@ class Run:
                 self.history.record(event)
             self._rows += count
             self._events += len(events)
+            self.writer = "closed" if ended else writer
             return count
 
     def close(self) -> None:
@@ -220,6 +245,11 @@ class Run:
                     yield connection
             except sqlite3.Error as error:
                 raise RecordingError(f"{self.path}: {error}; expected a run file, and this one is damaged") from error
+
+
+def wal_of(path: Path) -> Path:
+    """What stands beside a run file as long as it is written to, or was not closed."""
+    return path.with_name(f"{path.name}-wal")
 
 
 _GRADIENTS_HELD = 64

@@ -7,7 +7,8 @@ not numbers or plain text are JSON; nothing in a run file is ever executed or un
 ========== ============================================================================================================
 table      rows
 ========== ============================================================================================================
-facts      ``name``, ``value`` (JSON): when the run began (UTC), model, device, versions of packages, names of columns
+facts      ``name``, ``value`` (JSON): when the run began (UTC), model, device, versions of packages, names of columns;
+           ``writer``: what writes it (`amp_widgets.recording.writer.this_process`); ``ended``: when it was closed (UTC)
 steps      one a step, in order: the columns of `amp_widgets.core.history.COLUMNS`, and those of each device
 blocks     the same rows again, `BLOCK_ROWS` at a time, as raw little-endian float64, column after column: ``first``,
            ``rows``, ``content``. A long run is read by them at once; a tool that knows nothing of them misses nothing.

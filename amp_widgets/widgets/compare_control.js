@@ -4,7 +4,7 @@ const COLUMNS = [
   [say("peak"), say("The most that is held at one time within a step"), true],
   [say("×\u00a0peak"), say("The peak, of that of fp32/none: below 1 is less memory"), true],
   [say("step time"), say("Of the median step; below it the middle half of the steps"), true],
-  [say("×\u00a0time"), say("The step time, of that of fp32/none: below 1 is faster. Grey: within the spread, so not known"), true],
+  [say("×\u00a0time"), say("The step time, of that of fp32/none: below 1 is faster. Grey: not known, within the spread or of too few steps"), true],
   [say("samples/s"), say("Samples a second, of the median step"), true],
   [say("loss"), say("On this batch, after so many training steps on it"), true],
   [say("error of gradients"), say("Relative error of the first step's gradients against those of fp32/none"), true],

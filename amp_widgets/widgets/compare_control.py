@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
-from amp_widgets.analysis.comparison import LEAST_STEPS, Comparison, Row
+from amp_widgets.analysis.comparison import LEAST_STEPS, Comparison, Progress, Row
 from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.corners import all_layers
-from amp_widgets.analysis.progress_bar import left_text
 from amp_widgets.analysis.relative_error import error_text
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.number_text import ratio_text, time_text
 from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
 from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
+from amp_widgets.widgets.progress_text import progress_text
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
@@ -30,9 +30,10 @@ EXPLAINED = marked(
     "it again in the backward pass. How much memory that saves and what it does to the time depends on the model, the batch and "
     "the device, so it is measured: each combination trains a few steps on the newest batch from the same start, in turns, so "
     "that a slow moment of the machine meets all of them. The peak is the most that is held within a step. The time is that of "
-    "the median step, below it the middle half of the steps; a ratio is grey where that overlaps with fp32/none: which is "
-    "faster is then not known. The error of the first gradients says what a format does to the numbers; checkpointing has to "
-    "leave them as they are. The run waits meanwhile and goes on afterwards, and nothing that was trained here is kept."
+    "the median step, below it the middle half of the steps; a ratio is grey where that overlaps with fp32/none, or where "
+    "too few steps were timed: which is faster is then not known. The error of the first gradients says what a format does to "
+    "the numbers; checkpointing has to leave them as they are. The run waits meanwhile and goes on afterwards, and nothing that "
+    "was trained here is kept."
 )
 EXAMPLE = marked(
     "In the text demo on a CPU: press Start, then Compare. The peak of a step is 124.8 MB in fp32, 82.6 MB in bf16, 43.0 MB with "
@@ -139,7 +140,7 @@ class CompareControl(Control):
                 "pending": status.pending,
                 "cancelling": status.cancelling,
                 "fraction": 0.0 if progress is None else round(progress.done / progress.total, 3),
-                "progress": _progress_text(status),
+                "progress": progress_text(status, _done),
                 "caption": "" if result is None else say(_when(result), step=f"{status.step:,}"),
                 "why_not": _why_not(status),
                 "why_no_batch": ""
@@ -336,17 +337,8 @@ def _size_text(grid: Mapping[str, Sequence[str]], steps: int) -> str:
     )
 
 
-def _progress_text(status: ComparisonStatus) -> str:
-    if not status.pending:
-        return ""
-    progress = status.progress
-    if status.cancelling:
-        return say("Ends after the step in progress …")
-    if progress is None:
-        return say("Begins when the step in progress is over …")
-    left = in_language(left_text(progress.seconds_left))
-    done = say("step {step} of {last}", step=f"{progress.done:,}", last=f"{progress.total:,}")
-    return " · ".join(filter(None, (in_language(progress.doing), done, left)))
+def _done(progress: Progress) -> str:
+    return say("step {step} of {last}", step=f"{progress.done:,}", last=f"{progress.total:,}")
 
 
 def _why_not(status: ComparisonStatus) -> str:

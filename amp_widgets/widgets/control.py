@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ def page_script(name: str, *shared: str) -> str:
 
 def page_style(*names: str) -> str:
     """The CSS of a control, after what all of them share."""
-    return "".join((_HERE / f"{name}.css").read_text(encoding="utf-8") for name in ("page", *names))
+    themes = (_HERE.parent / "charts" / "themes.css").read_text(encoding="utf-8")
+    return themes + "".join((_HERE / f"{name}.css").read_text(encoding="utf-8") for name in ("page", *names))
 
 
-class Control(anywidget.AnyWidget):
+class _AbstractTraits(ABCMeta, traitlets.MetaHasTraits):
+    """Of a class that has traits and methods to be written by others."""
+
+
+class Control(anywidget.AnyWidget, metaclass=_AbstractTraits):
     """A control that shows a `DashboardState` and asks for changes, and changes nothing itself.
 
     Its traits are set by `render` alone and its page never sets them: what the user does arrives as a message. So rendering
@@ -49,11 +55,7 @@ class Control(anywidget.AnyWidget):
 
     def __init__(self, request: Callable[..., None], state: DashboardState | None = None) -> None:
         self._request = request
-        script = getattr(type(self), "_esm", None)  # of the class: the words come in with the instance
-        if script is not None:
-            self._esm = page_script_in_language(script)
-        texts = {name: _said(trait.default(self)) for name, trait in self.traits(said=True).items()}
-        super().__init__(**texts, **({} if state is None else self._traits_for(state)))
+        super().__init__(**self._texts(), **({} if state is None else self._traits_for(state)))
         self.on_msg(self._received)
 
     def render(self, state: DashboardState) -> None:
@@ -64,6 +66,18 @@ class Control(anywidget.AnyWidget):
         """Show that there is nothing left to control, and why not: the session is closed, if nothing else is said."""
         self._put({"locked": True, "why_locked": why or say("the session is closed")})
 
+    def speak(self) -> None:
+        """Have the texts of the code in the language that is in force now; what comes of a state is to be shown again."""
+        self._put(self._texts())
+
+    def _texts(self) -> dict[str, Any]:
+        """Trait → text of the code, or several, in the language in force; with the words that the page's script says."""
+        texts = {name: _said(trait.default(self)) for name, trait in self.traits(said=True).items()}
+        # as it is written, and not anywidget's trait in its place, which has words in it
+        scripts = (vars(kind).get("_esm") for kind in type(self).__mro__)
+        script = next((one for one in scripts if isinstance(one, str)), None)
+        return texts if script is None else {"_esm": page_script_in_language(script), **texts}
+
     def close(self) -> None:
         """Close the control and its layout, and forget whom it asks."""
         if self.comm is not None and self.layout is not None:
@@ -72,12 +86,12 @@ class Control(anywidget.AnyWidget):
         super().close()
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
-        """Trait → value, a pure function of the state."""
-        raise NotImplementedError
+        """Trait → value, a pure function of the state; of a control that shows nothing of it, none."""
+        return {}
 
+    @abstractmethod
     def _ask(self, message: Mapping[str, Any]) -> None:
         """Turn a message from the page into a request."""
-        raise NotImplementedError
 
     def _put(self, values: Mapping[str, Any]) -> None:
         with self.hold_sync():

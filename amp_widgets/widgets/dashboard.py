@@ -26,6 +26,7 @@ from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState, rounded_down
 from amp_widgets.widgets.panels import Panels, Tab
+from amp_widgets.widgets.presenting_control import PresentingControl
 from amp_widgets.widgets.record_control import RecordControl, RecordState
 from amp_widgets.widgets.refresher import PULL_S, Refresher
 from amp_widgets.widgets.run_control import Command, RunControl
@@ -132,7 +133,7 @@ class Dashboard(DashboardBox):
         self._memory_panel = MemoryPanel(self._memory_command, self._request, self._memory, self._shown)
         self._panels = Panels(self._memory_panel, self._panel_command, self._request, self._select_tab, self._shown, self._clock)
         self._renderers: tuple[Control | Panels, ...] = (*self._controls, self._panels)
-        return self._status, columns, self._panels
+        return PresentingControl(), self._status, columns, self._panels
 
     def _speak(self) -> None:
         """Make all parts anew where the language is another one than the one they were made in. The tab that is shown stays."""

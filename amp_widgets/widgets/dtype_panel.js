@@ -42,7 +42,7 @@ export default {
     const treeId = uid();
     const list = h("ul", { "aria-labelledby": treeId });
     const treeView = h("div", {
-      class: "ampw-scroll", tabindex: "-1", role: "region", "aria-labelledby": treeId,
+      class: "ampw-scroll", tabindex: "-1", role: "group", "aria-labelledby": treeId,
       title: say("Keys: arrows go from layer to layer, Space ticks one, Enter shows its operators"),
     }, list);
     const legend = h("div", { class: "ampw-keep" }, h("span", { id: treeId }, say("Keep in FP32")), h("span", { class: "ampw-dim" }, say("the ticked layers")));

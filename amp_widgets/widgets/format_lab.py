@@ -12,7 +12,7 @@ import traitlets
 
 from amp_widgets.core.formats import fixed_point, int8
 from amp_widgets.errors import FormatError
-from amp_widgets.language import in_language
+from amp_widgets.language import follow_language, in_language
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.format_state import (
     HIGHEST_EXPONENT,
@@ -105,8 +105,14 @@ class FormatLab(Control):
         samples = () if weights is None else self._read()
         self._state = FormatLabState(value=typed_number(text), text=text, samples=samples)
         super().__init__(_nobody)
-        self._put({"presets": [[name, preset_text(name)] for name in PRESETS]})
         self._put({"has_weights": weights is not None})
+        self.speak()
+        follow_language(self.speak)
+
+    def speak(self) -> None:
+        """Have all texts in the language that is in force now."""
+        super().speak()
+        self._put({"presets": [[name, preset_text(name)] for name in PRESETS]})
         self.show(self._state)
 
     @property

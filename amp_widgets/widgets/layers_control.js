@@ -187,7 +187,11 @@ export default {
         const disabled = locked || node.whyNot !== "";
         node.box.checked = on;
         if (node.item.getAttribute("aria-checked") !== String(on)) node.item.setAttribute("aria-checked", String(on));
-        if (node.box.disabled !== disabled) node.box.disabled = disabled;
+        if (node.box.disabled !== disabled) {
+          target(node).tabIndex = -1;
+          node.box.disabled = disabled;
+          target(node).tabIndex = node === place ? 0 : -1; // where nothing can be ticked, rows are still read
+        }
         node.line.classList.toggle("ampw-changed", changed);
         if (!node.group) continue;
         const inside = within.get(node);

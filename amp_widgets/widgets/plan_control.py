@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -170,9 +171,7 @@ class PlanControl(Control):
         if text.strip() == self.budget_text and self.budget_bytes and not self.budget_error:
             return True
         try:
-            found = typed_size(text)
-            if found is None or not (math.isfinite(found) and found > 0):
-                raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
+            found = _size(text)
         except SettingsError as error:
             self._put({"budget_text": text, "budget_error": say("Budget: {error}", error=in_language(str(error)))})
             return False
@@ -278,6 +277,21 @@ _HEADINGS = (
 def _in_language(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """A table's texts; names of layers and numbers are none of the catalogue and stay."""
     return [[in_language(cell) for cell in row] for row in rows]
+
+
+def _size(text: str) -> float:
+    """As `typed_size`, but no size of 0, and none that is off.
+
+    Raises
+    ------
+    SettingsError
+        When it is none.
+    """
+    with contextlib.suppress(SettingsError):
+        found = typed_size(text)
+        if found is not None and math.isfinite(found) and found > 0:
+            return found
+    raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
 
 
 def _range(plan: Plan) -> list[Any]:

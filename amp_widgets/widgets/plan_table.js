@@ -13,7 +13,7 @@ export default {
     const cancel = h("button", { type: "button", onclick: () => asked.ask({ cancel: true }, { cancel: true }) }, say("Cancel"));
     const progress = h("div", { class: "ampw-plan-progress", hidden: true }, h("div", {}, doing, track), cancel);
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
-    const table = h("div", { class: "ampw-plan-scroll", tabindex: "0", role: "region", "aria-labelledby": titleId });
+    const table = h("div", { class: "ampw-plan-scroll", tabindex: "0", role: "group", "aria-labelledby": titleId });
     const notes = h("ul", { class: "ampw-notes" });
     const notesTitle = h("summary", {});
     const below = h("details", { class: "ampw-plan-details", open: true }, notesTitle, notes);

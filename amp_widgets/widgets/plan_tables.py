@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import traitlets
 
 from amp_widgets.analysis.batch_sizes import BatchSizes
+from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.inspections import Inspection, InspectionKind
 from amp_widgets.analysis.on_cuda import CudaPredictions
-from amp_widgets.analysis.progress_bar import left_text
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.language import in_language, marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.plan_state import PlanState
+from amp_widgets.widgets.progress_text import progress_text
 from amp_widgets.widgets.state import DashboardState
 from amp_widgets.widgets.text import not_done_text
 
@@ -101,7 +103,7 @@ class TableControl(Control):
                 "pending": inspection.pending,
                 "cancelling": inspection.cancelling,
                 "fraction": 0.0 if progress is None else round(progress.done / progress.total, 3),
-                "progress": _progress_text(inspection),
+                "progress": progress_text(inspection, _done),
                 "why_not": "" if inspection.why_not is None else not_done_text(self.kind, inspection.why_not),
                 "why_no_batch": ""
                 if state.why_no_batch is None
@@ -116,9 +118,6 @@ class TableControl(Control):
         self._result = None
         super().close()
 
-    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
-        return {}
-
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"ask": True}:
@@ -128,14 +127,16 @@ class TableControl(Control):
                 if self.pending:
                     self._command("cancel_inspection", kind=self.kind)
 
+    @abstractmethod
     def _inspection(self, state: PlanState) -> Inspection:
-        raise NotImplementedError
+        """How it stands."""
 
     def _options(self) -> dict[str, Any]:
         return {}
 
+    @abstractmethod
     def _table(self, result: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        """Trait → value for the table and what belongs to it; also where there is no result."""
 
     def _caption(self, inspection: Inspection) -> str:
         return say("Predicted before step {step}", step=f"{inspection.step:,}")
@@ -242,17 +243,8 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-def _progress_text(inspection: Inspection) -> str:
-    if not inspection.pending:
-        return ""
-    progress = inspection.progress
-    if inspection.cancelling:
-        return say("Ends after the step in progress …")
-    if progress is None:
-        return say("Begins when the step in progress is over …")
-    left = in_language(left_text(progress.seconds_left))
-    done = say("{shown} of {count}", shown=progress.done + 1, count=progress.total)
-    return " · ".join(filter(None, (in_language(progress.doing), done, left)))
+def _done(progress: Progress) -> str:
+    return say("{shown} of {count}", shown=progress.done + 1, count=progress.total)
 
 
 def _nobody(*_args: object, **_values: object) -> None:

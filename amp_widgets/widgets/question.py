@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from amp_widgets.errors import QuestionError
 from amp_widgets.language import in_language, say
 from amp_widgets.widgets import question_text as says
 from amp_widgets.widgets.control import Control, page_script
-from amp_widgets.widgets.question_text import Value, read_guess, read_measured, value_text, verdict
+from amp_widgets.widgets.covered import cover
+from amp_widgets.widgets.question_text import Possible, Value, read_guess, read_measured, value_text, verdict
 from amp_widgets.widgets.spoken import Text, spoken
 from amp_widgets.widgets.state import DashboardState
 
@@ -93,14 +96,18 @@ class Question(Control):
     unit
         Of the number, such as ``"%"`` or ``"steps"``.
     choices
-        What to choose from; without them a number is asked for.
+        What to choose from, each as the `text`; without them a number is asked for.
     within
         How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+    between
+        The least and the most that a number can be; a guess outside is refused. `math.inf` where there is no end.
+    whole
+        Only whole numbers are possible.
 
     Raises
     ------
     QuestionError
-        When there is only one choice, or one is there twice.
+        When there is only one choice, or one is there twice; when nothing is between what is possible.
     """
 
     _esm = page_script("question")
@@ -115,12 +122,25 @@ class Question(Control):
     problem = traitlets.Unicode(help="What is wrong with what was typed.").tag(sync=True)
     settled = traitlets.Bool(False, help="The answer is shown.").tag(sync=True)
 
-    def __init__(self, text: Text, *, unit: str = "", choices: Sequence[str] | None = None, within: float | None = None) -> None:
-        chosen = [] if choices is None else list(choices)
+    def __init__(
+        self,
+        text: Text,
+        *,
+        unit: str = "",
+        choices: Sequence[Text] | None = None,
+        within: float | None = None,
+        between: tuple[float, float] = (-math.inf, math.inf),
+        whole: bool = False,
+    ) -> None:
+        chosen = [spoken(choice) for choice in choices or ()]
         if choices is not None and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
             raise QuestionError(f"choices: got {chosen!r}, expected two or more that differ")
+        if not between[0] < between[1]:
+            raise QuestionError(f"between: got {between!r}, expected the least that is possible and then the most")
         super().__init__(_nobody)
         self._within = within
+        self._offered = [] if choices is None else list(choices)
+        self._possible = Possible(*between, whole=whole)
         self._guess: Value | None = None
         self._measured: tuple[Value, str, str] | None = None
         self._answer = Answer()
@@ -143,11 +163,11 @@ class Question(Control):
         Raises
         ------
         QuestionError
-            When it is no number, or none of the choices; and when the answer is shown already.
+            When it is no number or an impossible one, or none of the choices; and when the answer is shown already.
         """
         if self.settled:
             raise QuestionError(says.SHOWN_ALREADY)
-        self._guess = read_guess(value, self.unit, self.choices)
+        self._guess = read_guess(value, self.unit, self.choices, self._possible)
         typed = value if isinstance(value, str) else value_text(self._guess, "").replace(",", "")
         self._put({"typed": str(typed).strip(), "problem": ""})
         self._show()
@@ -160,7 +180,7 @@ class Question(Control):
         Parameters
         ----------
         measured
-            A number in the question's unit, or one of its choices.
+            A number in the question's unit, or one of its choices, as it was given.
         why
             A sentence or two, or these in several languages, as the question.
         more
@@ -176,9 +196,21 @@ class Question(Control):
         QuestionError
             When `measured` does not fit the question.
         """
+        if isinstance(measured, Mapping) and measured in self._offered:
+            measured = self.choices[self._offered.index(measured)]
         self._measured = read_measured(measured, self.choices), spoken(why), spoken(more or "")
         self._show()
         return self._answer
+
+    def covered(self, *others: Question) -> AbstractContextManager[None]:
+        """A ``with`` block whose output is kept until there is a guess: what is printed and displayed in it tells the answer.
+
+        Parameters
+        ----------
+        others
+            More questions that it tells the answer of: they must have a guess, too.
+        """
+        return cover((self, *others))
 
     def on_guess(self, call: Callable[[], None]) -> None:
         """Have `call` called after each guess."""
@@ -222,7 +254,15 @@ class Question(Control):
         return _with_texts(super()._repr_mimebundle_(**options), repr(self), lines)
 
 
-def ask(text: Text, *, unit: str = "", choices: Sequence[str] | None = None, within: float | None = None) -> Question:
+def ask(
+    text: Text,
+    *,
+    unit: str = "",
+    choices: Sequence[Text] | None = None,
+    within: float | None = None,
+    between: tuple[float, float] = (-math.inf, math.inf),
+    whole: bool = False,
+) -> Question:
     """A question to guess at before it is measured: `Question.guess`, then `Question.reveal` in a later cell.
 
     Parameters
@@ -232,16 +272,20 @@ def ask(text: Text, *, unit: str = "", choices: Sequence[str] | None = None, wit
     unit
         Of the number, such as ``"%"``.
     choices
-        What to choose from; without them a number is asked for.
+        What to choose from, each as the `text`; without them a number is asked for.
     within
         How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+    between
+        The least and the most that a number can be; a guess outside is refused. `math.inf` where there is no end.
+    whole
+        Only whole numbers are possible.
 
     Raises
     ------
     QuestionError
-        When there is only one choice, or one is there twice.
+        When there is only one choice, or one is there twice; when nothing is between what is possible.
     """
-    question = Question(text, unit=unit, choices=choices, within=within)
+    question = Question(text, unit=unit, choices=choices, within=within, between=between, whole=whole)
     kernel.answer_where_asked(question.comm)  # a guess is taken also while a cell runs
     return question
 

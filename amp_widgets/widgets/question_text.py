@@ -38,6 +38,11 @@ POINTS_HIGH = marked("Your guess is {points} percentage points too high.")
 LOW = marked("Your guess is {difference} too low.")
 HIGH = marked("Your guess is {difference} too high.")
 QUANTITY = "{number} {unit}"
+EMPTY = marked("type a number first, such as 12 or 2^8")
+NOT_CHOSEN = marked("choose one of the answers first")
+AT_LEAST = marked("got {got}, expected {least} or more: nothing below that is possible here")
+FROM_TO = marked("got {got}, expected a number from {least} to {most}: nothing else is possible here")
+NOT_WHOLE = marked("got {got}, expected a whole number: it is counted")
 NO_CHOICE = marked("got {got}, expected one of {choices}")
 MEASURED_NO_CHOICE = marked("measured: got {got}, expected one of the question's choices: {choices}")
 MEASURED_NO_NUMBER = marked("measured: got {got}, expected a number, as the question asks for one")
@@ -52,6 +57,40 @@ LEAST_POINTS, MOST_POINTS = 0.5, 2.0
 """Percentage points: so far off a guess at a share may always be, and never further."""
 
 
+class Possible(NamedTuple):
+    """Which numbers a guess may be: from `least` to `most`, and only `whole` ones or others, too."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+
+    def check(self, guess: float, unit: str) -> None:
+        """Refuse a guess that cannot be right.
+
+        Parameters
+        ----------
+        guess
+            What was guessed.
+        unit
+            Of it, for the reason.
+
+        Raises
+        ------
+        QuestionError
+            With the reason.
+        """
+        got = value_text(guess, unit)
+        if self.whole and not float(guess).is_integer():
+            raise QuestionError(NOT_WHOLE.format(got=got))
+        if self.most < math.inf and not self.least <= guess <= self.most:
+            raise QuestionError(FROM_TO.format(got=got, least=value_text(self.least, ""), most=value_text(self.most, "")))
+        if self.least > -math.inf and not guess >= self.least:
+            raise QuestionError(AT_LEAST.format(got=got, least=value_text(self.least, "")))
+
+
+ANY_NUMBER = Possible()
+
+
 class Verdict(NamedTuple):
     """How far off a guess is, as a sentence, and whether that is good."""
 
@@ -59,7 +98,7 @@ class Verdict(NamedTuple):
     tone: Tone
 
 
-def read_guess(value: Value, unit: str, choices: Sequence[str]) -> Value:
+def read_guess(value: Value, unit: str, choices: Sequence[str], possible: Possible = ANY_NUMBER) -> Value:
     """What was guessed: one of the choices where there are some, else a number, also typed with its unit.
 
     >>> read_guess("40 %", "%", ()), read_guess("2^11", "", ()), read_guess("once", "", ("once", "twice"))
@@ -68,22 +107,17 @@ def read_guess(value: Value, unit: str, choices: Sequence[str]) -> Value:
     Raises
     ------
     QuestionError
-        When it is neither.
+        When it is neither, or a number that is not possible.
     """
     if choices:
+        if value == "":
+            raise QuestionError(NOT_CHOSEN)
         if value not in choices:
             raise QuestionError(NO_CHOICE.format(got=repr(value), choices=", ".join(map(repr, choices))))
         return value
-    if not isinstance(value, str):
-        return _number(value)
-    text = value.strip()
-    for ending in (unit, PERCENT):
-        if ending and text.endswith(ending):
-            text = text.removesuffix(ending).strip()
-    try:
-        return typed_number(text)
-    except FormatError as error:
-        raise QuestionError(str(error)) from None
+    guess = _typed(value, unit) if isinstance(value, str) else _number(value)
+    possible.check(guess, unit)
+    return guess
 
 
 def read_measured(value: object, choices: Sequence[str]) -> Value:
@@ -168,6 +202,20 @@ def _short(value: float) -> str:
         text = f"{value:.1f}"
         return f"{value:.1g}" if text == "0.0" else text
     return f"{float(f'{value:.2g}'):,.0f}" if value < 1e15 else f"{value:.2g}"
+
+
+def _typed(value: str, unit: str) -> float:
+    """A number as it was typed, also with its unit."""
+    text = value.strip()
+    if not text:
+        raise QuestionError(EMPTY)
+    for ending in (unit, PERCENT):
+        if ending and text.endswith(ending):
+            text = text.removesuffix(ending).strip()
+    try:
+        return typed_number(text)
+    except FormatError as error:
+        raise QuestionError(str(error)) from None
 
 
 def _number(value: object) -> float:

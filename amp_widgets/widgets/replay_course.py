@@ -20,6 +20,7 @@ from amp_widgets.errors import RecordingError, SettingsError
 from amp_widgets.language import say
 from amp_widgets.recording.run import Run
 from amp_widgets.recording.settings_course import settings_in_force
+from amp_widgets.recording.writer import WriterState
 from amp_widgets.widgets.state import DashboardState
 
 RECENT_STEPS = 50
@@ -78,6 +79,16 @@ class Course:
         with self._lock:
             self._run.refresh()
             return self._read()
+
+    @property
+    def writer(self) -> WriterState:
+        """What had become of the process that writes the file when it was read last."""
+        return self._run.writer
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the file was written to."""
+        return self._run.silent_s
 
     @property
     def rows(self) -> int:

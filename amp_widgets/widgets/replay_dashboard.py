@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import ipywidgets
 
+from amp_widgets import kernel
 from amp_widgets.charts.live import TrainingChart
 from amp_widgets.errors import AmpWidgetsError
-from amp_widgets.language import in_language, marked, say
-from amp_widgets.recording.run import Run
+from amp_widgets.language import follow_language, in_language, marked, say
+from amp_widgets.recording.run import Run, wal_of
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.control import Control
-from amp_widgets.widgets.dashboard_box import DashboardBox
+from amp_widgets.widgets.dashboard_box import DashboardBox, parts_of
 from amp_widgets.widgets.events_table import EventsTable
 from amp_widgets.widgets.gradient_panel import GradientPanel
 from amp_widgets.widgets.gradient_state import GradientState
@@ -26,6 +27,7 @@ from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.memory_panel import MemoryPanel
 from amp_widgets.widgets.memory_state import MemoryState
 from amp_widgets.widgets.playback import Playback
+from amp_widgets.widgets.presenting_control import PresentingControl
 from amp_widgets.widgets.refresher import PULL_S, Refresher
 from amp_widgets.widgets.replay_course import Course, HistoryUpTo, Outline
 from amp_widgets.widgets.replay_status import ReplayStatus
@@ -104,7 +106,8 @@ class ReplayDashboard(DashboardBox):
         course = self._course
         self._playback = Playback(course, clock)
         self._refreshed_s = self._moved_s = clock()
-        if _is_written(run.path):
+        self._news_s = -math.inf
+        if not _is_over(course) and wal_of(run.path).exists():  # a file of old may have it and nobody who writes, too
             self._playback.follow()
         self._watched = True
         self._complaint: str | None = None
@@ -114,15 +117,26 @@ class ReplayDashboard(DashboardBox):
         self._shown = course.state_at(self._playback.row)
         self._memory = MemoryState(trains=False, profiles=course.profiles_at(self._playback.row))
         self._still = Still(clock)
-        self._status = ReplayStatus(self._views_changed, self._shown, self._stands, still=self._still.name, model=_model_of(run))
-        self._transport = Transport(self._move, self._stands, sentence=say(SENTENCE, file=run.path.name))
+        self._file, self._model = run.path.name, _model_of(run)
+        self._own_chart = chart is None
+        self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
+        super().__init__(self._made(course), _dom_classes=("ampw-dashboard",))
+        self._show()
+        self._refresher = Refresher(weakref.WeakMethod(self.tick))
+        if live:
+            self._refresher.start()
+        follow_language(self._speak)
+
+    def _made(self, course: Course) -> tuple[ipywidgets.Widget, ...]:
+        """What the dashboard is made of, in the language in force."""
+        self._status = ReplayStatus(self._views_changed, self._shown, self._stands, still=self._still.name, model=self._model)
+        self._transport = Transport(self._move, self._stands, sentence=say(SENTENCE, file=self._file))
         self._transport.mark(course.events(course.events_at(course.rows - 1)))
         self._controls: tuple[Control, ...] = tuple(
             kind(_nothing, self._shown) for kind in (AutocastControl, ScalerControl, LayersControl)
         )
         for control in self._controls:
             control.lock(say(WHY_LOCKED))
-        self._chart: Chart = TrainingChart(memory_source=self._shown.memory_source) if chart is None else chart
         add_class = getattr(self._chart, "add_class", None)
         if add_class is not None:
             add_class("ampw-chart")
@@ -137,11 +151,29 @@ class ReplayDashboard(DashboardBox):
             panel.add_class("ampw-tab")
             panel.add_class(f"ampw-tab-{name}")
         tabs = ipywidgets.Box((self._bar, *panels), _dom_classes=("ampw-tabs",))
-        super().__init__((self._status, self._transport, columns, tabs), _dom_classes=("ampw-dashboard",))
-        self._show()
-        self._refresher = Refresher(weakref.WeakMethod(self.tick))
-        if live:
-            self._refresher.start()
+        return PresentingControl(), self._status, self._transport, columns, tabs
+
+    def _speak(self) -> None:
+        """Make all parts anew, in the language that is in force now. The step and the tab that are shown stay."""
+        with self._lock:
+            course = self._course
+            if course is None:
+                return
+            before = [widget for widget in self.widgets() if widget not in (self, self.layout)]
+            chart = self._chart
+            if self._own_chart:
+                self._chart = TrainingChart(memory_source=self._shown.memory_source)
+            made = self._made(course)
+            for widget in made:
+                for part in parts_of(widget):
+                    kernel.answer_where_asked(getattr(part, "comm", None))
+            self.children = made
+            for widget in before:
+                if widget is not chart or self._own_chart:
+                    widget.close()
+            self._bar.select(self._tab)
+            self._chart.pull(self._history, at_once=True)
+            self._show()
 
     def tick(self) -> float | None:
         """Show where the replay is now.
@@ -226,7 +258,8 @@ class ReplayDashboard(DashboardBox):
         if self._complaint is not None:
             state = dataclasses.replace(state, complaint=self._complaint)
         self._transport.show(stands)
-        self._status.show(state, stands)
+        silent_s = min(course.silent_s, self._clock() - self._news_s) if stands.mode == "following" else 0.0
+        self._status.show(state, stands, writer=course.writer, silent_s=silent_s)
         if not same_state(state, self._shown):
             self._shown = state
             for control in self._controls:
@@ -264,10 +297,13 @@ class ReplayDashboard(DashboardBox):
             return
         self._refreshed_s = now_s
         self._read_file(course)
+        if _is_over(course):
+            self._playback.pause()
 
     def _read_file(self, course: Course) -> None:
         try:
             if course.refresh():
+                self._news_s = self._clock()
                 self._transport.mark(course.events(course.events_at(course.rows - 1)))
         except AmpWidgetsError as error:
             self._complaint = in_language(str(error))
@@ -292,6 +328,8 @@ class ReplayDashboard(DashboardBox):
                 self._read_file(course)
                 if self._complaint is None:
                     playback.follow()
+                if _is_over(course):
+                    playback.pause()
             elif move == "speed":
                 playback.set_speed(values["speed"])
             elif move == "seek":
@@ -335,9 +373,9 @@ class ReplayDashboard(DashboardBox):
             self._refresher.wake()
 
 
-def _is_written(path: Path) -> bool:
-    """Whether a kernel writes to the file, or has ended without closing it: beside it is what it has written since."""
-    return path.with_name(f"{path.name}-wal").exists()
+def _is_over(course: Course) -> bool:
+    """Whether nothing more comes, as nobody writes the file any more."""
+    return course.writer in ("closed", "gone")
 
 
 def _model_of(run: Run) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -12,9 +11,11 @@ import traitlets
 from amp_widgets.charts.course import METRICS, Align
 from amp_widgets.charts.distinct import DASH_PX, line_look
 from amp_widgets.charts.overlay import NAMES
+from amp_widgets.core.table import told_cell
 from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.recording.differences import Differences, equal_text
 from amp_widgets.widgets.control import Control, page_script, page_style
+from amp_widgets.widgets.state import DashboardState
 
 SMOOTHINGS = (0, 10, 100, 1000)
 """Steps that are averaged over."""
@@ -78,6 +79,9 @@ class RunsControl(Control):
             }
         )
 
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}  # it shows runs, and no session
+
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"align": str(align)} if align in get_args(Align):
@@ -121,7 +125,7 @@ class RunsTable(Control):
     def show(self, differences: Differences) -> None:
         """Show these."""
         rows = {
-            key: [[_cell(text) for text in (row.name, *row.texts)] for row in getattr(differences, key)]
+            key: [[told_cell(text) for text in (row.name, *row.texts)] for row in getattr(differences, key)]
             for key in ("differing", "equal")
         }
         self._put(
@@ -138,6 +142,9 @@ class RunsTable(Control):
         """Say why there is no newer table; the last one stays."""
         self._put({"why_not": why_not})
 
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        return {}  # it shows runs, and no session
+
     def _ask(self, message: Mapping[str, Any]) -> None:
         """Nothing can be asked for."""
 
@@ -149,12 +156,6 @@ def _listed(place: int, run: ListedRun) -> dict[str, Any]:
         "state": say_number("{count} step", "{count} steps", run.steps),
         "why_not": in_language(run.why_not or ""),
     }
-
-
-def _cell(text: str) -> str:
-    """A text of the table of differences in the language in force."""
-    spread = re.compile(r"\(([\d.,]+ \w+) to ([\d.,]+ \w+)\)")
-    return spread.sub(lambda found: say("({low} to {high})", low=found[1], high=found[2]), in_language(text))
 
 
 def _look(place: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ export default {
     const equal = h("tbody", { class: "ampw-equal" });
     const obtained = h("p", {});
     body.append(whyNot,
-      h("div", { class: "ampw-sideways", tabindex: "0", role: "region", "aria-labelledby": titleId },
+      h("div", { class: "ampw-sideways", tabindex: "0", role: "group", "aria-labelledby": titleId },
         h("table", { "aria-labelledby": titleId }, head, differing, folded, equal)),
       h("details", { class: "ampw-explained" }, h("summary", {}, say("How the numbers were obtained")), obtained));
     let open = false;

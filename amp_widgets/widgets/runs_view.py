@@ -10,14 +10,16 @@ from typing import Any
 
 import ipywidgets
 
+from amp_widgets import kernel
 from amp_widgets.charts.course import METRICS, Align
 from amp_widgets.charts.figure_view import FigureView
 from amp_widgets.charts.overlay import OverlaidRun, overlay_figure
 from amp_widgets.errors import AmpWidgetsError
-from amp_widgets.language import in_language, say
+from amp_widgets.language import follow_language, in_language, say
 from amp_widgets.recording.differences import Differences, differences_of
 from amp_widgets.recording.followed import FollowedRun
 from amp_widgets.recording.run_like import RunLike, names_of
+from amp_widgets.widgets.presenting_control import PresentingControl
 from amp_widgets.widgets.refresher import Refresher
 from amp_widgets.widgets.runs_control import ListedRun, RunsControl, RunsTable
 
@@ -40,7 +42,7 @@ class RunsView(ipywidgets.Box):
     runs
         What is compared.
     names
-        What they are called; without them, as `names_of` has it.
+        What they are called; without them, as `names_of` has it at any time: with a fork, the name of a session changes.
     align
         ``"step"`` or ``"time"``, at first.
     clock
@@ -62,7 +64,8 @@ class RunsView(ipywidgets.Box):
         keep: object = None,
     ) -> None:
         self._runs: tuple[RunLike, ...] = tuple(runs)
-        self._names = tuple(names_of(runs) if names is None else names)
+        self._given_names = None if names is None else tuple(names)
+        self._names = self._names_now()
         self._keep = keep
         self._clock = clock
         self._lock = threading.RLock()
@@ -76,15 +79,35 @@ class RunsView(ipywidgets.Box):
         self._figure_old = self._table_old = False  # whether there is something newer than what is shown
         self._differences: Differences | None = None
         self._followed: list[FollowedRun] = []
-        self._control = RunsControl(self._asked)
-        self._figure = FigureView(note=say("No step was recorded so far."))
-        self._table = RunsTable()
-        super().__init__((self._control, self._figure, self._table), _dom_classes=("ampw-dashboard", "ampw-runs-view"))
+        super().__init__(self._made(), _dom_classes=("ampw-dashboard", "ampw-runs-view"))
         self._follow_anew()
         self._draw_table()
         self._refresher = Refresher(weakref.WeakMethod(self.tick))
         if live and any(run.live for run in self._followed):
             self._refresher.start()
+        follow_language(self._speak)
+
+    def _made(self) -> tuple[Any, ...]:
+        """What the view is made of, in the language in force."""
+        self._control = RunsControl(self._asked)
+        self._figure = FigureView(note=say("No step was recorded so far."))
+        self._table = RunsTable()
+        self._presenting = PresentingControl()
+        return self._presenting, self._control, self._figure, self._table
+
+    def _speak(self) -> None:
+        """Make all parts anew, in the language that is in force now."""
+        with self._lock:
+            if not self._followed:
+                return
+            before = (self._presenting, self._control, self._figure, self._table)
+            self.children = made = self._made()
+            for widget in made:
+                kernel.answer_where_asked(widget.comm)
+            for widget in before:
+                widget.close()
+            self._draw()
+            self._draw_table()
 
     def tick(self) -> float | None:
         """Look at the runs once, and show what is new.
@@ -105,6 +128,7 @@ class RunsView(ipywidgets.Box):
             now_s = self._clock()
             if moved:
                 self._moved_s = now_s
+                self._names = self._names_now()
                 self._figure_old = self._table_old = True
             if self._figure_old and (now_s >= self._figure_due_s or not goes_on):
                 self._draw()
@@ -121,7 +145,7 @@ class RunsView(ipywidgets.Box):
 
     def widgets(self) -> Iterator[ipywidgets.Widget]:
         """Every widget that the view is made of, itself and the layouts included."""
-        for widget in (self, self._control, self._figure, self._table):
+        for widget in (self, self._presenting, self._control, self._figure, self._table):
             yield widget
             if isinstance(widget.layout, ipywidgets.Widget):
                 yield widget.layout
@@ -134,7 +158,7 @@ class RunsView(ipywidgets.Box):
         with self._lock:
             self._runs, self._followed, self._keep = (), [], None
             del self._refresher
-        for widget in (self._control, self._figure, self._table):
+        for widget in (self._presenting, self._control, self._figure, self._table):
             widget.close()
         if isinstance(self.layout, ipywidgets.Widget):
             self.layout.close()
@@ -185,6 +209,9 @@ class RunsView(ipywidgets.Box):
         for run in self._followed:
             run.pull()
         self._draw()
+
+    def _names_now(self) -> tuple[str, ...]:
+        return names_of(self._runs) if self._given_names is None else self._given_names
 
     def _draw(self) -> None:
         began_s = self._clock()

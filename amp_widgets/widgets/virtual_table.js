@@ -171,7 +171,7 @@ function listSpacer() {
 function scrolledTable(titleId, ...heads) {
   const lines = h("tbody");
   const table = h("table", { "aria-labelledby": titleId }, h("thead", {}, h("tr", {}, ...heads)), lines);
-  const view = h("div", { class: "ampw-scroll", tabindex: "0", role: "region", "aria-labelledby": titleId }, table);
+  const view = h("div", { class: "ampw-scroll", tabindex: "0", role: "group", "aria-labelledby": titleId }, table);
   const hint = () => {
     view.toggleAttribute("data-more", view.scrollWidth - view.clientWidth - view.scrollLeft > 2); // columns on the right
     view.style.setProperty("--ampw-bar", `${view.offsetWidth - view.clientWidth}px`);

@@ -49,7 +49,7 @@ def _look(session: AmpSession) -> dict[str, Any]:
         "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in session.optimizers],
         "scaler": session.scaler.state_dict(),
         "settings": session.settings,
-        "layers": session._checkpointing.active,
+        "layers": session._controls.checkpointing.active,
         "steps": len(session.history),
         "events": len(session.history.events()),
         "torch": torch.get_rng_state(),

@@ -1,9 +1,14 @@
-"""Plans for memory budgets against what people would choose: python tests/benchmarks/planner.py [--threads N] [--rounds N]
+"""Plans for memory budgets, and what people would choose: tests/benchmarks/planner.py [--threads N] [--rounds N] [TABLE ...]
 
 Three tables. Peaks and times of plans for ten budgets on each of six nets, with the best of all layers, every second, √n and
 greedily by bytes per second that also fits. The extra time that was predicted and that a step really took, on steps of over
-100 ms; the ways take turns step by step, and the ratio is of medians. How long it takes to plan for a model with about 150
-layers to choose from. It never fails on a time, and on a busy machine the times say little.
+100 ms. How long it takes to plan for a model with about 150 layers to choose from. It never fails on a time, and on a busy
+machine the times say little.
+
+The extra time is measured as a run has it: steps of one way follow each other in a row, of which the first ones do not count, as
+they ask the operating system for pages that the way before has given back. The rows of all ways take turns, and what a way takes
+more in a round is the difference of the medians of two rows. Of all rounds the mean is shown, with its standard error: where the
+prediction is off by more than 25 %, but by less than two of these errors, it cannot be told from noise.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.demos.text import TextGPT, next_byte_loss
 from amp_widgets.session import AmpSession
 
+TABLES = ("budgets", "times", "many")
 BUDGETS = 10
 Batch = tuple[Any, Any]
 
@@ -129,8 +135,31 @@ def step_s(session: AmpSession, batch: Batch, loss_fn: Any) -> float:
     return time.perf_counter() - begun_s
 
 
+NOT_COUNTED, IN_A_ROW = 2, 4
+"""Steps at the beginning of a row, and those after them."""
+MOST_OFF = 0.25
+"""By how much of what was measured a prediction may be off."""
+
+
+def row_s(session: AmpSession, batch: Batch, loss_fn: Any, layers: tuple[str, ...]) -> float:
+    """The median step of a row with these layers checkpointed."""
+    session.request(checkpointed=layers)
+    session.apply_pending()
+    row = [step_s(session, batch, loss_fn) for _ in range(NOT_COUNTED + IN_A_ROW)]
+    return statistics.median(row[NOT_COUNTED:])
+
+
+def verdict(predicted_s: float, measured_s: float, error_s: float) -> str:
+    off_s = abs(predicted_s - measured_s)
+    if off_s <= MOST_OFF * abs(measured_s):
+        return "within 25 %"
+    return "within the noise" if off_s <= MOST_OFF * abs(measured_s) + 2 * error_s else "OFF"
+
+
 def times_table(rounds: int) -> None:
-    print(f"\n{'net':9} {'step':>8} {'budget':>9} {'layers':>6} {'predicted':>9} {'measured':>9} {'ratio':>6}")
+    if rounds < 2:
+        raise SystemExit(f"rounds: got {rounds}, expected at least 2: of one the error is not known")
+    print(f"\n{'net':9} {'step':>8} {'budget':>9} {'layers':>6} {'predicted':>9} {'measured':>19} {'ratio':>6}")
     tokens = torch.randint(256, (16, 128))
     cases: dict[str, tuple[nn.Module, Batch, Any]] = {
         "GPT": (TextGPT(depth=6), (tokens, tokens), next_byte_loss),
@@ -143,20 +172,16 @@ def times_table(rounds: int) -> None:
             none, least = planner.plan(1e15).predicted_peak_bytes, planner.plan(1.0).least_peak_bytes
             plans = [planner.plan(least + share * (none - least)) for share in (0.0, 0.3, 0.6)]
             ways: list[tuple[str, ...]] = [(), *(each.layers for each in plans)]
-            taken_s: list[list[float]] = [[] for _ in ways]
-            for _ in range(rounds):
-                for way, layers in enumerate(ways):
-                    session.request(checkpointed=layers)
-                    session.apply_pending()
-                    step_s(session, batch, loss_fn)
-                    taken_s[way].append(step_s(session, batch, loss_fn))
-            plain_s = statistics.median(taken_s[0])
-            for found, its_s in zip(plans, taken_s[1:], strict=True):
-                measured_s = statistics.median(its_s) - plain_s
+            taken_s = [[row_s(session, batch, loss_fn, layers) for layers in ways] for _ in range(rounds)]
+            plain_s = statistics.median(row[0] for row in taken_s)
+            for way, found in enumerate(plans, 1):
+                more_s = [row[way] - row[0] for row in taken_s]
+                measured_s, error_s = statistics.fmean(more_s), statistics.stdev(more_s) / math.sqrt(rounds)
+                predicted_s = found.predicted_extra_s
                 print(
                     f"{name:9} {1e3 * plain_s:5.0f} ms {memory_text(found.budget_bytes):>9} {len(found.layers):6} "
-                    f"{1e3 * found.predicted_extra_s:6.1f} ms {1e3 * measured_s:6.1f} ms "
-                    f"{found.predicted_extra_s / measured_s:6.2f}"
+                    f"{1e3 * predicted_s:6.1f} ms {1e3 * measured_s:6.1f} ± {1e3 * error_s:4.1f} ms "
+                    f"{predicted_s / measured_s:6.2f}  {verdict(predicted_s, measured_s, error_s)}"
                 )
 
 
@@ -174,16 +199,23 @@ def many_layers() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all of them without")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
+    tables = options.tables or list(TABLES)
+    if not set(tables) <= set(TABLES):
+        parser.error(f"got {' '.join(tables)}, expected tables of {', '.join(TABLES)}")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    for autocast in ("fp32", "bf16"):
-        budgets_table(autocast)
-    times_table(options.rounds)
-    print("\nplanning for many layers")
-    many_layers()
+    if "budgets" in tables:
+        for autocast in ("fp32", "bf16"):
+            budgets_table(autocast)
+    if "times" in tables:
+        times_table(options.rounds)
+    if "many" in tables:
+        print("\nplanning for many layers")
+        many_layers()
 
 
 if __name__ == "__main__":

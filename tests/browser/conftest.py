@@ -26,6 +26,7 @@ FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 WIDTH_PX, HEIGHT_PX = 1280, 1000
+PATIENCE_MS = 60_000  # as harness.notebook.PATIENCE_S
 
 failed_key = pytest.StashKey[bool]()
 
@@ -102,7 +103,9 @@ class Pages:
 @pytest.fixture(scope="session")
 def pages(browser: Browser) -> Pages:
     """The pages of all tests."""
-    return Pages(browser.new_context())
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    return Pages(context)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_a_map_is_taken_and_a_layer_kept_in_fp32(open_notebook: OpenNotebook) ->
     area = notebook.output(1)
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 20, what)
+        notebook.wait_until(check, what=what)
 
     take = area.get_by_role("button", name="Take the map")
     wait(lambda: "No map was taken yet" in area.inner_text(), "the empty panel says nothing")

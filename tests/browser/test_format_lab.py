@@ -38,7 +38,7 @@ def test_a_number_in_every_format(open_notebook: OpenNotebook) -> None:
         return of.get_by_role("row", name=re.compile(rf"^{name} ?\b"))
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 10, what)
+        notebook.wait_until(check, what=what)
 
     assert table.get_by_role("row").count() == 1 + 8
     notebook.screenshot("format-lab-light", whole)

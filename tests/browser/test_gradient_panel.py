@@ -47,7 +47,7 @@ def test_a_panel_of_made_up_gradients(open_notebook: OpenNotebook) -> None:
     kernel = notebook.kernel
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 10, what)
+        notebook.wait_until(check, what=what)
 
     area.get_by_text("No step has been sampled yet").wait_for()
     notebook.screenshot("gradients-empty", whole)

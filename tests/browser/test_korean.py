@@ -32,8 +32,8 @@ def test_the_dashboard_and_a_scenario(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook([SHOW, SPEAK, PLAY], height=2600)
     python = notebook.kernel.eval
 
-    def wait(check: Any, what: str, timeout_s: float = 20) -> None:
-        notebook.wait_until(check, timeout_s, what)
+    def wait(check: Any, what: str) -> None:
+        notebook.wait_until(check, what=what)
 
     notebook.run_and_wait(0)
     area = notebook.output(0)
@@ -78,7 +78,7 @@ def test_the_dashboard_and_a_scenario(open_notebook: OpenNotebook) -> None:
     wait(lambda: run.get_attribute("aria-disabled") == "false", "it cannot be run")
     run.click()
     answer = whole.locator(".ampw-answer")
-    wait(lambda: answer.locator(".ampw-far").count() == 1 and answer.locator(".ampw-far").is_visible(), "there is no answer", 60)
+    wait(lambda: answer.locator(".ampw-far").count() == 1 and answer.locator(".ampw-far").is_visible(), "there is no answer")
     assert "예상 20, 측정 25." in answer.inner_text()
     assert "예상이 5만큼 작습니다." in answer.inner_text()
     assert "20번 스텝이 아니라 25번 스텝입니다." in answer.inner_text()

@@ -117,7 +117,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     back.wait(lambda: back.python("run_state") == "stopped", "Stop has no effect after coming back")
     back.wait(lambda: back.points("loss line") == back.python("status().step"), "the chart is not whole after coming back")
     assert len(back.chart()["lines"]) == 2
-    assert back.area.get_by_role("radio", name="bf16").is_checked()
+    back.wait(back.area.get_by_role("radio", name="bf16").is_checked, "what was chosen is not there after coming back")
 
 
 def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNotebook, lab: Lab, pages: Pages) -> None:
@@ -126,10 +126,10 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
     notebook.run_and_wait(0, SLOW_S)
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
-    assert not _picture(board).is_visible()
+    _wait_for_no_picture(board)
     notebook.run_and_wait(1, SLOW_S)
     board.wait(lambda: "at step 300" in notebook.text(0), "the picture in the notebook is not of the end of the run")
-    assert not _picture(board).is_visible()
+    _wait_for_no_picture(board)
     notebook.save()
     path = lab.notebooks / notebook.name
     assert path.stat().st_size < SAVED_KB * 1000
@@ -143,7 +143,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
     board = Dashboard(notebook, 0)
     board.wait_for_plot()
     board.wait(lambda: board.points("loss line") == 300, "not live with its kernel alive")
-    assert not _picture(board).is_visible()
+    _wait_for_no_picture(board)
     board.area.get_by_text("fp16", exact=True).first.click()
     board.wait(lambda: board.python("dashboard_state().requested('autocast')") == "fp16", "a control has no effect")
 
@@ -176,7 +176,7 @@ def test_a_saved_notebook_with_its_kernel_another_and_none(open_notebook: OpenNo
     notebook.set_theme("light")
     notebook.run_and_wait(0, SLOW_S)
     board.wait_for_plot()
-    assert not _picture(board).is_visible()
+    _wait_for_no_picture(board)
     assert board.python("status().step") == 0
     board.area.get_by_text("bf16", exact=True).first.click()
     board.wait(lambda: board.python("dashboard_state().requested('autocast')") == "bf16", "the new dashboard is not live")
@@ -227,9 +227,9 @@ def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook:
                 notebook.kernel.forget()
                 os.kill(process, signal.SIGKILL)
         board.area.get_by_text(AGAIN).first.wait_for(timeout=SLOW_S * 1000)
-        assert board.area.locator(".ampw-word").inner_text() == "no kernel"
-        assert board.area.locator(".ampw input:enabled").count() == 0
-        assert not _picture(board).is_visible()
+        board.wait(lambda: board.area.locator(".ampw-word").inner_text() == "no kernel", "it is not said that there is no kernel")
+        board.wait(lambda: board.area.locator(".ampw input:enabled").count() == 0, "what does nothing can be changed")
+        _wait_for_no_picture(board)
         notebook.screenshot(f"kernel-gone-{end}")
         if end == "die":  # JupyterLab says so in a dialog, and starts another
             assert notebook.kernel.process_id != process
@@ -284,6 +284,11 @@ def test_redraws_grow_neither_the_kernel_nor_the_page(open_notebook: OpenNoteboo
 def _picture(board: Dashboard) -> Locator:
     """What the notebook keeps of a dashboard."""
     return board.area.locator("[class^=ampw-still]")
+
+
+def _wait_for_no_picture(board: Dashboard) -> None:
+    """The dashboard hides it when it is on the page."""
+    board.wait(lambda: not _picture(board).is_visible(), "the picture is shown beside the live dashboard")
 
 
 def _assert_still(board: Dashboard) -> None:

@@ -108,7 +108,7 @@ def test_notes_are_where_they_can_be_read_at_every_width_and_zoom(open_notebook:
             return found != {} and found == before
 
         page.wait_for_timeout(300)
-        notebook.wait_until(same, 20, "the figure does not come to rest")
+        notebook.wait_until(same, what="the figure does not come to rest")
         return found
 
     for name, shown in (

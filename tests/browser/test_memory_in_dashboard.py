@@ -51,7 +51,7 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
         return found or {"highest": {}, "shapes": [], "notes": [], "background": ""}
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 30, what)
+        notebook.wait_until(check, what=what)
 
     def press(name: str) -> None:
         area.get_by_role("button", name=name, exact=True).click()
@@ -112,7 +112,8 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     )
     for kind, size_bytes in held.items():
         assert f"{kind} {size_bytes / 1e6:.1f} MB" in panel.locator(".ampw-notes").inner_text()
-    assert 1 <= panel.locator("tr.ampw-proposed").count() <= len(proposed)  # of those the ones that are in sight
+    marked = panel.locator("tr.ampw-proposed")
+    wait(lambda: 1 <= marked.count() <= len(proposed), "what is proposed is not marked")  # of those the ones that are in sight
     notebook.screenshot("dashboard-memory-death-dark", area)
     notebook.set_theme("light")
     wait(lambda: drawn()["background"] == light, "the figure did not follow the light theme")
@@ -155,10 +156,11 @@ def test_checkpointing_and_out_of_memory_as_a_user_sees_them(open_notebook: Open
     heading = python("session.out_of_memory.report")[0]
     wait(lambda: any(heading in str(one) for one in notebook.outputs(0)), "the picture for the notebook has no report")
     notebook.save()
+    notebook.expected.append("widget model not found")  # ipywidgets says so as soon as JupyterLab has started another kernel
     notebook.shut_down()
     notebook.reload(kernel=False)
     picture = notebook.output(0).get_by_role("img", name="Memory within a step")
     picture.wait_for()
-    assert picture.evaluate("one => one.complete && one.naturalWidth") == 900
+    wait(lambda: picture.evaluate("one => one.complete && one.naturalWidth") == 900, "the picture is not an image")
     assert notebook.output(0).get_by_text(heading, exact=True).is_visible()
     notebook.screenshot("dashboard-memory-still", notebook.output(0))

@@ -81,7 +81,7 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
         return found or {"parts": []}
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 20, what)
+        notebook.wait_until(check, what=what)
 
     # nothing yet, then one step, then the second over the first
     wait(lambda: "No step has been profiled yet" in figure.inner_text(), "the empty panel says nothing")
@@ -130,7 +130,7 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
     wait(lambda: ["settings", {"checkpointed": ["layers.5"]}] in notebook.kernel.eval("asked"), "the tick asked for nothing")
     wait(lambda: area.locator("tr.ampw-changed").count() == 1, "the waiting tick is not marked")
 
-    # dark, also after it was out of sight meanwhile; and a reload
+    # dark, also after it was out of sight meanwhile; and the notebook closed and opened again
     light = both["activation"]
     figure.evaluate("root => { root.parentElement.style.display = 'none'; }")
     notebook.set_theme("dark")
@@ -140,9 +140,9 @@ def test_before_and_after_checkpointing(open_notebook: OpenNotebook) -> None:
     notebook.page.wait_for_timeout(300)
     notebook.screenshot("memory-panel-dark", area.locator(".ampw-memory-panel"))
     notebook.set_theme("light")
-    notebook.reload()
+    notebook.reopen()
     figure = area.locator(".amp-figure")
-    wait(lambda: "1 total" in drawn()["parts"], "the figure is not back after a reload")
+    wait(lambda: "1 total" in drawn()["parts"], "the figure is not back")
     assert drawn()["highest"] == both["highest"]
     assert rows.count() == 6
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 MAKE = """
+import time
 import torch
 import amp_widgets as aw
 torch.set_num_threads(1)
 session = aw.demo("{name}")
+_ = session.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.03))  # the processor is the page's
 def fell(first, steps):
     loss = session.history.columns("loss")["loss"][first:first + steps]
     return float(loss[:5].mean() - loss[-5:].mean()) / float(loss[:5].mean())
@@ -35,7 +37,7 @@ def test_without_loss_scaling_gradients_vanish_and_the_loss_stalls(open_notebook
     measured = gradients.get_by_text(re.compile(r"^Step [\d,]+, (at|without) loss scal"))
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 20, what)
+        notebook.wait_until(check, what=what)
 
     def show(name: str) -> None:
         notebook.page.wait_for_timeout(300)
@@ -102,7 +104,7 @@ def test_tabs_formats_and_checks_as_a_user_sees_them(open_notebook: OpenNotebook
     python = notebook.kernel.eval
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 20, what)
+        notebook.wait_until(check, what=what)
 
     def press(name: str) -> None:
         area.get_by_role("button", name=name, exact=True).click()

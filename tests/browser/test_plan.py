@@ -29,8 +29,8 @@ def test_a_budget_is_dragged_planned_for_and_kept(open_notebook: OpenNotebook) -
     area = notebook.output(0)
     python = notebook.kernel.eval
 
-    def wait(check: Any, what: str, timeout_s: float = 60) -> None:
-        notebook.wait_until(check, timeout_s, what)
+    def wait(check: Any, what: str) -> None:
+        notebook.wait_until(check, what=what)
 
     area.get_by_role("tab", name="Plan").click()
     panel = area.locator(".ampw-plan-panel")

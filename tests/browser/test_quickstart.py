@@ -35,6 +35,10 @@ def unhurried(output, target):
 
 session.fit([(x, y)], unhurried, None)
 """
+UNHURRIED = """
+import time
+session.model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.03))  # the processor is the page's
+"""
 BUSY_CELL = """
 import time
 finish = False
@@ -100,6 +104,7 @@ def test_the_quickstart_with_the_background_run(open_notebook: OpenNotebook) -> 
     board = Dashboard(notebook, code[1])
     board.wait_for_plot()
     assert board.python("run_state") == "ready"
+    notebook.kernel.exec(UNHURRIED)
 
     # Start: the three charts gain points
     board.press("Start")
@@ -148,8 +153,8 @@ def test_the_quickstart_with_the_background_run(open_notebook: OpenNotebook) -> 
     board.wait_for_plot()
     board.wait(lambda: board.points("loss line") >= shown, "the history is not back after a reload")
     board.wait(lambda: board.points("loss line") > done, "the chart does not go on after a reload")
-    assert board.area.get_by_role("radio", name="fp16").is_checked()
-    assert board.layer("layers.2").is_checked()
+    board.wait(board.area.get_by_role("radio", name="fp16").is_checked, "the dtype is not back after a reload")
+    board.wait(board.layer("layers.2").is_checked, "the layers are not back after a reload")
 
     # pause, single step, stop
     board.press("Pause")
@@ -202,6 +207,7 @@ def test_two_views_agree_and_a_late_one_is_whole(open_notebook: OpenNotebook) ->
     notebook.run_and_wait(0, SLOW_S)
     first = Dashboard(notebook, 0)
     first.wait_for_plot()
+    notebook.kernel.exec(UNHURRIED)
     first.press("Start")
     first.wait(lambda: first.points("loss line") >= 10, "no points")
     notebook.run_and_wait(1, SLOW_S)
@@ -332,7 +338,7 @@ def test_typing_in_the_fields_reaches_the_session_and_not_the_notebook(open_note
     )
     field.fill("4")
     field.press("Escape")
-    assert field.input_value() == "3"
+    board.wait(lambda: field.input_value() == "3", "Escape does not take back what was typed")
     slider = board.area.get_by_role("slider", name="Initial scale")
     for key in ("x", "d", "d", "b", "a", "Space"):
         notebook.page.keyboard.press(key)

@@ -57,8 +57,8 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
     live = notebook.output(0)
     python = notebook.kernel.eval
 
-    def wait(check: Any, what: str, timeout_s: float = 30) -> None:
-        notebook.wait_until(check, timeout_s, what)
+    def wait(check: Any, what: str) -> None:
+        notebook.wait_until(check, what=what)
 
     # recorded from the dashboard
     record = live.locator(".ampw-record")
@@ -105,20 +105,20 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
         settings = python(f"[run.settings_at({step}).autocast, list(run.settings_at({step}).checkpointed)]")
         wait(lambda: area.locator(".ampw-segment.ampw-in-force").inner_text() == settings[0], f"{what}: autocast")
         assert area.locator(".ampw-autocast input:checked").get_attribute("value") == settings[0]
-        assert area.locator(".ampw-layers input:checked").count() == len(settings[1])
-        assert slider.input_value() == str(step)
-        assert shown()[:2] == [str(step), f"{loss[-1]:.4g}"]
+        wait(lambda: area.locator(".ampw-layers input:checked").count() == len(settings[1]), f"{what}: layers")
+        wait(lambda: slider.input_value() == str(step), f"{what}: slider")
+        wait(lambda: shown()[:2] == [str(step), f"{loss[-1]:.4g}"], f"{what}: status")
 
     wait(lambda: word() == "following", "the file is not followed")
     look()
     at(LAST, "followed")
     notebook.kernel.exec("train(20)")
     at(LAST + 20, "followed on")
-    assert follow.get_attribute("aria-pressed") == "true"
+    wait(lambda: follow.get_attribute("aria-pressed") == "true", "it does not follow")
     notebook.screenshot("replay-following-light-1280", area)
     record.get_by_role("button", name="Stop recording").click()
     wait(lambda: where.inner_text().startswith("run.db is kept, "), "it does not say that the file is kept")
-    assert record.get_by_text(re.compile(r"%amp replay /\S+/run\.db")).is_visible()
+    record.get_by_text(re.compile(r"%amp replay /\S+/run\.db")).wait_for()
     notebook.screenshot("record-kept", record)
 
     look()
@@ -126,8 +126,8 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
     # by slider, number, keys and changes; nothing can be set
     slider.evaluate(SLIDE, "50")
     at(50, "slider")
-    assert word() == "replay, paused"
-    assert follow.get_attribute("aria-pressed") == "false"
+    wait(lambda: word() == "replay, paused", "it follows after a move")
+    wait(lambda: follow.get_attribute("aria-pressed") == "false", "the button is still pressed")
     for value in ("90", "5", "60", "7", "33"):
         slider.evaluate(SLIDE, value)
     at(33, "dragged")
@@ -145,7 +145,7 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
     transport.get_by_role("button", name="To the next change").click()
     at(10, "next change")
     events = area.locator(".ampw-events")
-    assert events.get_by_text("<img src=x onerror=alert(1)>", exact=True).is_visible()
+    events.get_by_text("<img src=x onerror=alert(1)>", exact=True).wait_for()
     assert area.locator("img[src=x]").count() == 0
     for part in (".ampw-autocast", ".ampw-scaler", ".ampw-layers"):
         enabled = f"{part} :is(input, button:not(.ampw-twisty, [aria-disabled='true'])):enabled"
@@ -165,7 +165,7 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
     wait(lambda: word() == "replaying", "the space bar does not play")
     speed.select_option("1000")
     at(LAST + 20, "played to the end")
-    assert word() == "replay, at the end"
+    wait(lambda: word() == "replay, at the end", "it is not said that it is at the end")
     assert shown()[0] == str(python("int(run.history.last('step'))"))
 
     # what else is recorded, in both themes and a narrow page

@@ -64,7 +64,7 @@ def test_two_runs_over_each_other_and_one_that_grows(open_notebook: OpenNotebook
     python = notebook.kernel.eval
 
     def wait(check: Any, what: str) -> None:
-        notebook.wait_until(check, 30, what)
+        notebook.wait_until(check, what=what)
 
     # every line is that of the history
     wait(lambda: len(area.evaluate(LINES)) == 10, "there is no figure")
@@ -78,6 +78,7 @@ def test_two_runs_over_each_other_and_one_that_grows(open_notebook: OpenNotebook
 
     # the table is that of Python, and says what differs
     table = area.locator(".ampw-runs-table table")
+    wait(lambda: table.locator("tbody").first.locator("tr").count() > 0, "there is no table")
     shown = {name: texts for name, *texts in table.locator("tbody").first.locator("tr").evaluate_all(CELLS)}
     assert shown == python("{row.name: list(row.texts) for row in compared.table.differing}")
     assert shown["autocast"] == ["fp32", "bf16"]

@@ -76,3 +76,11 @@ def test_escapes_count_as_what_they_show() -> None:
 
 def test_one_step_has_no_width() -> None:
     assert [flag.lane for flag in flags.placed([0.0], ["a"], ["a"], first_step=0, last_step=0, width_px=900)] == [0]
+
+
+def test_letters_of_hangul_take_twice_the_room() -> None:
+    assert flags.text_px("레이어 4개") == flags.CHARACTER_PX * (4 * 2 + 2)
+    apart_px = flags.text_px("abcd") + 9  # room for four letters and the gap
+    for label, lanes in (("abcd", [0, 0]), ("손실척도", [1, 0])):
+        found = flags.placed([0, apart_px], [label] * 2, [label] * 2, first_step=0, last_step=900, width_px=900)
+        assert sorted(flag.lane for flag in found if flag.lane is not None) == sorted(lanes)

@@ -226,12 +226,14 @@ def memory(state: MemoryState) -> ElementTree.Element:
 def areas(root: ElementTree.Element) -> dict[str, list[float]]:
     """Colour → heights in pixels above the bottom, the areas below included."""
     bottom = 2.0 * (26 + MOUNTAIN_PX)
+    name = "{http://www.w3.org/2000/svg}"
+    patterns = {f"url(#{one.get('id')})": one.find(f"{name}path").get("fill") for one in root.iter(f"{name}pattern")}  # type: ignore[union-attr]
     found = {}
     for path in root.iter("{http://www.w3.org/2000/svg}path"):
         d = path.get("d", "")
-        if path.get("transform") and path.get("fill") != "none":
+        if path.get("fill") in patterns and not d.endswith("h-24z"):  # that is the legend's
             heights = [float(d.split()[1].split("H")[0]), *(float(number) for number in re.findall(r"V(\d+)", d))]
-            found[path.get("fill", "")] = [(bottom - height) / 2 for height in heights[:-1]]
+            found[str(patterns[path.get("fill", "")])] = [(bottom - height) / 2 for height in heights[:-1]]
     return found
 
 

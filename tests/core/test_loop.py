@@ -876,6 +876,49 @@ def test_a_layer_that_becomes_impossible_is_rejected_and_the_loop_goes_on(bench:
     assert loop.settings.checkpointed == ()
 
 
+def test_a_step_that_another_threads_forward_pass_has_begun_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call, called, over = threading.Event(), threading.Event(), threading.Event()
+
+    def infer() -> None:
+        while not over.is_set():
+            loop.forward_begins(model)  # with gradients on, as people forget; told by one who listens all the time
+            called.set()
+            call.wait(20)
+            call.clear()
+
+    def infer_once_more() -> None:
+        called.clear()
+        call.set()
+        assert called.wait(20)
+
+    complete = LiveLoop._complete
+
+    def complete_after_another_pass(loop: LiveLoop) -> None:
+        if threading.current_thread() is threading.main_thread():
+            infer_once_more()  # between the optimizer's step and the end that it makes
+        complete(loop)
+
+    monkeypatch.setattr(LiveLoop, "_complete", complete_after_another_pass)
+    loop = LiveLoop(model)
+    thread = threading.Thread(target=infer)
+    thread.start()
+    try:
+        assert called.wait(20)
+        assert loop.step_in_progress
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for done in (1, 2):
+            optimizer.step()
+            assert loop.step == done
+    finally:
+        over.set()
+        call.set()
+        thread.join()
+        loop.close()
+
+
 def test_another_threads_region_does_not_disturb_the_owner(bench: Bench) -> None:
     loop = loop_of(bench)
     loop.own(threading.get_ident())

@@ -96,8 +96,18 @@ class TestFollower:
         follower.flush()
         assert (sink.now["steps"], sink.now["events"], follower.notice) == ([0, 1], ["applied"], None)
         sink.error = OSError("no room")
+        source.train(1)
         follower.close()  # does not raise either
-        assert "no room" in (follower.notice or "")
+        assert follower.notice == "The end of the run was not logged to a notebook: OSError: no room."
+
+    def test_a_sink_that_cannot_be_closed(self) -> None:
+        source, sink = Source(), Notebook()
+        follower = SinkFollower(sink, source, facts={}, every_s=NEVER_S)
+        source.train(1)
+        follower.flush()
+        sink.error = OSError("no room")  # there is nothing to write any more
+        follower.close()
+        assert follower.notice == "The end of the run was not logged to a notebook: OSError: no room."
 
     def test_a_fork_is_a_course_of_its_own(self) -> None:
         source, sink = Source(), Notebook()

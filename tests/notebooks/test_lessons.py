@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 SOURCES = sorted((ROOT / "lessons").glob("[0-9][0-9]_*.md"))
 HANGUL = re.compile("[가-힣]")
-QUICKSTART = "01_quickstart"
 
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -79,7 +78,7 @@ def test_links_lead_somewhere(source: Path) -> None:
                 assert (NOTEBOOKS / target).exists(), target
 
 
-@pytest.mark.parametrize("source", [one for one in SOURCES if one.stem != QUICKSTART], ids=lambda path: path.stem)
+@each_lesson
 def test_a_lesson_asks_before_it_answers_and_checks_what_it_says(source: Path) -> None:
     cells = code_of(source)
     tags = [set(cell.metadata.get("tags", ())) for cell in cells]

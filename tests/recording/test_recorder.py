@@ -284,6 +284,13 @@ class TestWhenSomethingGoesWrong:
         with pytest.raises(RecordingError, match=r"No such file or directory; choose a folder that exists and can be written to"):
             Recorder(path / "deeper.db", source, facts={})
 
+    def test_a_disk_that_is_full_at_the_end(self, path: Path, source: Source, recorder: Recorder) -> None:
+        pages = recorder._connection.execute("PRAGMA page_count").fetchone()[0]
+        recorder._connection.execute(f"PRAGMA max_page_count = {pages}")
+        source.train(20_000)
+        recorder.close()
+        assert re.fullmatch(r"The end of the run was not recorded to run\.db: .*full\.", recorder.notice or "")
+
     def test_a_file_that_is_deleted(self, path: Path, source: Source, recorder: Recorder) -> None:
         assert recorder.notice is None
         path.unlink()

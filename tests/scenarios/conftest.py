@@ -9,6 +9,7 @@ import torch
 from amp_widgets.demos.prepared_scenario import Measured, Scenario, play
 from amp_widgets.demos.scenarios import SCENARIOS
 from amp_widgets.session import AmpSession
+from amp_widgets.widgets.question_text import Possible
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ def played() -> Iterator[Callable[..., Played]]:
         for text in (scenario.why_text(measured), scenario.more_text(measured, "cpu"), scenario.more_text(measured, "cuda")):
             assert "{" not in text
             assert "–" not in text  # of a fact that is not known
+        if not scenario.choices:  # what is measured is a guess that would be taken
+            Possible(*scenario.between, whole=scenario.whole).check(float(measured.value), scenario.unit)
         assert (scenario.choice_text(measured.value) in scenario.choices.values()) == bool(scenario.choices)
         return Played(scenario, session, measured)
 

@@ -206,6 +206,48 @@ def test_a_demo_or_a_situation_by_its_name() -> None:
     assert [is_scenario(name) for name in ("growth", "digits", "mnist")] == [True, False, False]
 
 
+def test_a_name_in_the_notebook_goes_on_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = InteractiveShell.instance()
+    shell.reset(new_session=False)
+    monkeypatch.setattr("amp_widgets.kernel.in_kernel", lambda: True)
+    shown: list[ScenarioPanel] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    try:
+        session = aw.demo("first-scale")
+        other = aw.demo("growth")
+        panel = shown[0]
+        shell.push({"session": session, "mine": session, "other": other, "number": 3})
+        panel.choose("speed")
+        assert session.closed
+        assert shell.user_ns["session"] is shell.user_ns["mine"] is panel.session
+        assert shell.user_ns["other"] is other
+        assert shell.user_ns["number"] == 3
+        shell.user_ns["session"] = other  # the user has given the name to something else
+        panel.choose("growth")
+        assert shell.user_ns["session"] is other
+        assert shell.user_ns["mine"] is panel.session
+        assert not other.closed
+        for one in shown:
+            one.close()
+    finally:
+        InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize(
+    ("name", "guess", "reason"),
+    [("memory-wall", "-3", "1 or more"), ("first-scale", "2.5", "whole number"), ("scaling-off", "120 %", "from 0 to 100"),
+     ("both", "-1", "0 or more"), ("growth", "", "type a number"), ("batchnorm", "", "choose one")],
+)  # fmt: skip
+def test_a_guess_that_is_impossible_is_refused(
+    panel_of: Callable[[str], ScenarioPanel], name: str, guess: str, reason: str
+) -> None:
+    panel = panel_of(name)
+    panel.question._handle_custom_msg({"guess": guess, "id": "1"}, [])
+    assert reason in panel.question.problem
+    assert panel.question.guessed is None
+    assert not panel._measure.ready
+
+
 def test_the_magic_plays_one_and_knows_its_session() -> None:
     shell = InteractiveShell.instance()
     shell.reset(new_session=False)

@@ -538,7 +538,7 @@ def test_the_picture_is_drawn_anew_when_a_run_halts_and_seldom_while_it_goes_on(
     dashboard._ipython_display_()
     stills.clear()
     while clock.now_s < 100 + 4 * 3600:
-        clock.pass_(1.0)
+        clock.pass_(1.0 if clock.now_s < 1000 else 5.0)
         train(session, 1)
         dashboard.tick()
     assert 20 < len(stills) < 100

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import HTML, display
 
 import amp_widgets as aw
 from amp_widgets.errors import QuestionError
@@ -96,10 +100,132 @@ def test_guesses_as_they_are_typed(typed: Any, unit: str, value: float) -> None:
     assert read_guess(typed, unit, ()) == value
 
 
-@pytest.mark.parametrize("typed", ["", "about 40", "__import__('os')", EVIL, "%", None, True, [1, 2]])
+@pytest.mark.parametrize("typed", ["about 40", "__import__('os')", EVIL, "%", None, True, [1, 2]])
 def test_what_is_no_number_is_refused(typed: Any) -> None:
-    with pytest.raises(QuestionError, match="expected a number"):
+    with pytest.raises(QuestionError, match="a number"):
         read_guess(typed, "%", ())
+
+
+@pytest.mark.parametrize("typed", ["", "  "])
+def test_nothing_is_no_guess(typed: str) -> None:
+    with pytest.raises(QuestionError, match="type a number first"):
+        read_guess(typed, "%", ())
+    with pytest.raises(QuestionError, match="choose one of the answers first"):
+        read_guess("", "", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("guess", "between", "whole", "reason"),
+    [
+        ("-3", (1, math.inf), True, "got -3 windows, expected 1 or more: nothing below that is possible here"),
+        (0, (1, math.inf), True, "got 0 windows, expected 1 or more"),
+        ("120", (0, 100), False, "got 120 windows, expected a number from 0 to 100: nothing else is possible here"),
+        ("-0.5", (0, 100), False, "got -0.5 windows, expected a number from 0 to 100"),
+        ("2.5", (1, math.inf), True, "got 2.5 windows, expected a whole number: it is counted"),
+        ("nan", (0, 100), False, "got nan windows, expected a number from 0 to 100"),
+        ("nan", (0, math.inf), False, "got nan windows, expected 0 or more"),
+        ("inf", (0, math.inf), True, "expected a whole number"),
+    ],
+)
+def test_what_is_impossible_is_refused_with_the_reason(guess: Any, between: Any, whole: bool, reason: str) -> None:
+    question = aw.ask("How many?", unit="windows", between=between, whole=whole)
+    with pytest.raises(QuestionError, match=re.escape(reason)):
+        question.guess(guess)
+    assert question.guessed is None
+    say(question, guess=str(guess))
+    assert reason in question.problem
+    assert (question.guessed, question.typed) == (None, "")
+    question.guess(17)
+    assert question.problem == ""
+
+
+@pytest.mark.parametrize("guess", [0, 1, 99.5, 100])
+def test_what_is_possible_is_taken(guess: float) -> None:
+    question = aw.ask("Which share?", unit="%", between=(0, 100))
+    question.guess(guess)
+    assert question.guessed == guess
+    question.close()
+
+
+@pytest.mark.parametrize("between", [(1, 1), (2, 1), (math.nan, 1)])
+def test_something_must_be_possible(between: tuple[float, float]) -> None:
+    with pytest.raises(QuestionError, match="between: got"):
+        aw.ask("?", between=between)
+
+
+def test_choices_in_several_languages(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {"en": "all three", "ko": "셋 다"}
+    monkeypatch.setenv("AMP_WIDGETS_LANG", "ko")
+    question = aw.ask("?", choices=["bf16", both])
+    assert question.choices == ["bf16", "셋 다"]
+    question.guess("셋 다")
+    monkeypatch.setenv("AMP_WIDGETS_LANG", "en")  # it was asked in the other
+    assert question.reveal(both).tone == "good"
+    with pytest.raises(QuestionError, match="one of the question's choices"):
+        question.reveal({"en": "none", "ko": "없음"})
+
+
+# ---- what is covered ----
+
+
+class Page:
+    """The outputs of a cell, as a front end keeps them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outputs: dict[str, dict[str, Any]] = {}
+        monkeypatch.setattr("amp_widgets.widgets.covered.display", self.display)
+
+    def display(self, data: dict[str, Any], *, raw: bool, display_id: str, update: bool = False, metadata: Any = None) -> None:
+        assert raw
+        assert (display_id in self.outputs) == update
+        self.outputs[display_id] = data
+
+    @property
+    def texts(self) -> list[str]:
+        return [data["text/plain"] for data in self.outputs.values()]
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    InteractiveShell.instance()
+    yield Page(monkeypatch)
+    InteractiveShell.clear_instance()
+
+
+def test_what_is_covered_is_shown_with_the_guess(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = aw.ask("One?"), aw.ask("Two?")
+    with first.covered(second):
+        print("42")
+        display(HTML("<b>43</b>"))
+    assert page.texts == [WAITING, ""]
+    assert "text/html" not in str(page.outputs)
+    first.guess(1)
+    assert page.texts == [WAITING, ""]
+    second.guess(1)
+    assert page.texts[0] == "42"
+    assert [data.get("text/html") for data in page.outputs.values()] == [None, "<b>43</b>"]
+    second.guess(2)  # it is shown once
+    with first.covered():
+        print("at once")
+    assert page.texts[-1] == "at once"
+    with first.covered():
+        pass
+    assert len(page.outputs) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_an_error_in_what_is_covered_is_not(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    question = aw.ask("One?")
+
+    def fails() -> None:
+        with question.covered():
+            print("before it")
+            print(1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert capsys.readouterr().out == "before it\n"
+    assert page.outputs == {}
 
 
 # ---- a question ----
@@ -156,7 +282,7 @@ def test_a_question_is_told_of_each_guess() -> None:
 def test_what_is_refused_is_said_on_the_page_and_changes_nothing() -> None:
     question = aw.ask("How many?")
     question.guess(3)
-    for wrong in ("", "many", "1+1"):
+    for wrong in ("many", "1+1"):
         say(question, guess=wrong)
         assert "expected a number such as" in question.problem
         assert (question.guessed, question.typed) == (3, "3")

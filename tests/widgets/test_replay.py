@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from amp_widgets.core.settings import Settings
 from amp_widgets.errors import MagicError, RecordingError
 from amp_widgets.recorded_run import RecordedRun, open_run
 from amp_widgets.recording.recorder import Recorder
+from amp_widgets.recording.run import wal_of
 from amp_widgets.widgets import replay_course
 from amp_widgets.widgets.autocast_control import AutocastControl
 from amp_widgets.widgets.events_table import EventsTable
@@ -31,7 +33,7 @@ from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.playback import SPEEDS
 from amp_widgets.widgets.replay_course import LONGEST_WAIT_S, Course
 from amp_widgets.widgets.replay_dashboard import FOLLOW_S, ReplayDashboard
-from amp_widgets.widgets.replay_status import ReplayStatus
+from amp_widgets.widgets.replay_status import QUIET_S, ReplayStatus
 from amp_widgets.widgets.scaler_control import ScalerControl
 from amp_widgets.widgets.tab_bar import TabBar
 from amp_widgets.widgets.transport import Transport
@@ -385,11 +387,76 @@ def test_a_file_that_is_written_is_followed(make, tmp_path: Path, clock: Clock) 
     assert (dashboard.step, transport.last, transport.mode) == (140, 140, "following")
     say(dashboard, move="pause")
     assert transport.mode == "still"
-    recorder.close()
     say(dashboard, move="follow")
+    train(source, 5)
+    recorder.close()
     clock.now_s += FOLLOW_S
     dashboard.tick()
-    assert (transport.mode, status.complaint) == ("following", "")
+    assert (dashboard.step, transport.mode, status.word, status.complaint) == (145, "still", "replay, at the end", "")
+    say(dashboard, move="begin")
+    say(dashboard, move="follow")  # nobody writes it any more: it goes to the end
+    assert (dashboard.step, transport.mode) == (145, "still")
+
+
+def test_that_nothing_is_written_is_said(make, tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "run.db"
+    source, recorder = record_run(path, 60)
+    dashboard = make(open_run(path))
+    status = part(dashboard, ReplayStatus)
+    known = list(status.notes)
+
+    def rest(duration_s: float) -> tuple[str, str, list[str]]:
+        clock.now_s += duration_s
+        for written in (path, wal_of(path)):
+            os.utime(written, (time.time() - duration_s,) * 2)
+        dashboard.tick()
+        assert status.notes[: len(known)] == known
+        return status.word, status.tone, status.notes[len(known) :]
+
+    assert rest(QUIET_S - 5) == ("following", "active", [])
+    assert rest(QUIET_S + 5) == ("following", "waiting", ["Nothing was written to the file for 10 s."])
+    assert rest(125)[2] == ["Nothing was written to the file for 2 min."]
+    train(source, 1)
+    recorder.flush()
+    clock.now_s += FOLLOW_S
+    for written in (path, wal_of(path)):
+        os.utime(written, (1.0, 1.0))  # some file systems tell late of what is written
+    dashboard.tick()
+    assert (dashboard.step, status.tone, status.notes) == (60, "active", known)
+    recorder.close()
+
+
+def test_a_writer_that_was_killed_is_not_waited_for(make, tmp_path: Path, clock: Clock) -> None:
+    """Neither where that is found on opening the file, nor while it is followed."""
+    path = tmp_path / "run.db"
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent / "recording")!r})
+from recorded import Source
+from amp_widgets.recording.recorder import Recorder
+source = Source()
+recorder = Recorder({str(path)!r}, source, facts={{}}, every_s=1e6)
+source.history_so_far.append(step=0, time_s=0.1)
+recorder.flush()
+print("there", flush=True)
+sys.stdin.readline()
+"""
+    gone = "Whoever wrote this file has ended without closing it: there is no more than this."
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "there\n"
+        run = open_run(path)
+        dashboard = make(run)
+        transport, status = part(dashboard, Transport), part(dashboard, ReplayStatus)
+        assert (run.writer, transport.mode) == ("there", "following")
+        writer.kill()
+        os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked what came of it
+        clock.now_s += FOLLOW_S
+        dashboard.tick()
+        assert (run.writer, transport.mode, dashboard.step) == ("gone", "still", 0)
+        assert (status.word, status.notes[-1]) == ("replay, at the end", gone)
+    later = make(open_run(path))
+    assert (part(later, Transport).mode, part(later, ReplayStatus).notes[-1]) == ("still", gone)
 
 
 def test_events_that_arrive_late_are_shown(make, tmp_path: Path, clock: Clock) -> None:

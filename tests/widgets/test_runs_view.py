@@ -117,6 +117,20 @@ def test_what_is_asked_for_is_shown(clock: Clock) -> None:
     view.close()
 
 
+@pytest.mark.parametrize("given", [None, ("left", "mine")])
+def test_after_another_fork_it_has_the_name_of_the_new_course(clock: Clock, given: tuple[str, str] | None) -> None:
+    session = Live("fork-1")
+    view = view_of(clock, Course("run"), session, names=given)
+    session.name, session.history = "fork-2", History()
+    session.train(3)
+    clock.now_s += 60
+    view.tick()
+    names = ["run", "fork-2"] if given is None else ["left", "mine"]
+    assert [run["name"] for run in view._control.runs] == [run["name"] for run in view._table.runs] == names
+    assert view._control.runs[1]["state"] == "3 steps"
+    view.close()
+
+
 def test_what_is_not_understood_changes_nothing(clock: Clock, messages: Any) -> None:
     view = view_of(clock, Course("a"), Course("b"))
     before = (view._control.get_state(), view._figure.figure)

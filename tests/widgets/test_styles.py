@@ -42,6 +42,7 @@ ROOTS = {
     "plan_panel": (".ampw-plan-panel", ".ampw-plan"),
     "precision_panel": (".ampw-precision",),
     "question": (".ampw-question", ".ampw-answer"),
+    "presenting": (".ampw-presenting",),
     "runs_view": (".ampw-runs-view", ".ampw-runs", ".ampw-runs-table"),
     "replay": (".ampw-transport", ".ampw-events"),
     "scenario": (".ampw-scenarios", ".ampw-situation", ".ampw-measure"),

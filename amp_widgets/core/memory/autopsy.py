@@ -13,6 +13,7 @@ from amp_widgets.core.memory.death import Death
 from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text, phase_in_words
 from amp_widgets.core.memory.savings import Savings
 from amp_widgets.core.memory.whole_step import CompleteStep, WholeStep
+from amp_widgets.language import in_language
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +65,7 @@ class OutOfMemory:
         return f"<OutOfMemory: {self.report[0]}>"
 
     def __str__(self) -> str:
-        return "\n".join(self.report)
+        return "\n".join(map(in_language, self.report))
 
 
 def autopsy(
@@ -256,7 +257,7 @@ class _Report:
             self.sentences.append("Estimate: checkpointing does not lower the peak of the whole step.")
         if autocast == "fp32" and formats:
             in_half = whole.peak_in_half()
-            names = " or ".join(formats)
+            names = "/".join(formats)
             if whole.fits(in_half):
                 most = memory_text(in_half)
                 self.sentences.append(f"Estimate: with autocast {names}, the whole step fits: at most about {most}.")
@@ -315,7 +316,7 @@ class _Report:
         else:
             verdict = f"which may have got past this operator; {self._unknown}"
         self.sentences.append(
-            f"Estimate: with autocast {' or '.join(formats)}, at best {memory_text(half)} less, {verdict}. Assumed is that it "
+            f"Estimate: with autocast {'/'.join(formats)}, at best {memory_text(half)} less, {verdict}. Assumed is that it "
             "halves the activations, which holds where they come from matrix products and convolutions."
         )
 

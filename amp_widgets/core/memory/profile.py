@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from amp_widgets.errors import AmpWidgetsError
+from amp_widgets.language import in_language, marked_all, say
 
-KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
+KINDS = marked_all("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 """What memory is for, in the order of the columns of `StepProfile.bytes_by_kind`; in a stacked picture the first is lowest."""
 PHASES = ("forward", "loss", "backward", "recompute", "optimizer", "zero_grad", "other")
 """The parts of a step. Recompute interrupts backward."""
@@ -314,11 +315,15 @@ class StepProfile:
         """
         check_profile(other, "difference_text")
         before, after = self.peak_bytes, other.peak_bytes
-        what = f"{self.label} → {other.label}: peak {memory_text(before)} → {memory_text(after)}, "
+        share = f" ({100 * (after - before) / before:+.1f} %)" if before and before != after else ""
+        values = {"before": memory_text(before), "after": memory_text(after), "apart": memory_text(abs(after - before))}
         if before == after:
-            return f"{what}the same"
-        share = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
-        return f"{what}{memory_text(abs(after - before))} {'more' if after > before else 'less'}{share}"
+            what = say("peak {before} → {after}, the same", **values)
+        elif before < after:
+            what = say("peak {before} → {after}, {apart} more", **values)
+        else:
+            what = say("peak {before} → {after}, {apart} less", **values)
+        return f"{in_language(self.label)} → {in_language(other.label)}: {what}{share}"
 
     def __repr__(self) -> str:
         return (
@@ -328,18 +333,19 @@ class StepProfile:
         )
 
     def _repr_html_(self) -> str:
-        kinds = [(kind, size) for kind, size in self.peak_bytes_by_kind.items() if size]
+        kinds = [(in_language(kind), size) for kind, size in self.peak_bytes_by_kind.items() if size]
         layers = list(self.peak_bytes_by_layer.items())
         more = len(layers) - _LAYERS_SHOWN
-        shown = [(name or "outside of any layer", size) for name, size in layers[:_LAYERS_SHOWN]]
+        shown = [(name or say("outside of any layer"), size) for name, size in layers[:_LAYERS_SHOWN]]
         if more > 0:
-            shown.append((f"{more} more", sum(size for _, size in layers[_LAYERS_SHOWN:])))
-        allocator = "".join(f"<div>{html.escape(readings.text)}</div>" for readings in self.allocator)
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+            shown.append((say("{count} more", count=more), sum(size for _, size in layers[_LAYERS_SHOWN:])))
+        allocator = "".join(f"<div>{html.escape(in_language(readings.text))}</div>" for readings in self.allocator)
+        notes = "".join(f"<li>{html.escape(in_language(note))}</li>" for note in self.notes)
+        peak = say("peak {size} {place}", size=memory_text(self.peak_bytes), place=in_language(self.peak_where))
         return (
-            f"<div><b>{html.escape(self.label)}</b>: peak <b>{memory_text(self.peak_bytes)}</b> {html.escape(self.peak_where)}"
+            f"<div><b>{html.escape(in_language(self.label))}</b>: {html.escape(peak)}"
             f'<div style="display:flex;gap:2em;align-items:flex-start">'
-            f"{_table('at the peak', kinds, self.peak_bytes)}{_table('layer', shown, self.peak_bytes)}</div>{allocator}"
+            f"{_table(say('at the peak'), kinds, self.peak_bytes)}{_table(say('layer'), shown, self.peak_bytes)}</div>{allocator}"
             f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
         )
 
@@ -424,6 +430,13 @@ _IN_WORDS = {
     "zero_grad": "zero_grad",
     "other": "the rest of the step",
 }
+_PLACES = marked_all(  # as `StepProfile.where` puts them together, for the catalogue
+    "in the forward pass", "in the loss", "in the backward pass", "in the recompute", "in the optimizer step", "in zero_grad",
+    "in the rest of the step", "in the step", "in the forward pass ({operator})", "in the loss ({operator})",
+    "in the backward pass ({operator})", "in the recompute ({operator})", "in the optimizer step ({operator})",
+    "in zero_grad ({operator})", "in the rest of the step ({operator})", "in the step ({operator})",
+    "in {phase} of {layer} ({operator})",
+)  # fmt: skip
 _LAYERS_SHOWN = 10
 
 

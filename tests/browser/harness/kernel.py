@@ -27,7 +27,7 @@ class Kernel:
     def __init__(self, runtime: Path, kernel_id: str) -> None:
         self._file = runtime / f"kernel-{kernel_id}.probe"
 
-    def eval(self, expression: str, timeout_s: float = 20) -> Any:
+    def eval(self, expression: str, timeout_s: float = 60) -> Any:
         """The value of an expression in the notebook's namespace, evaluated in a thread beside the running cell.
 
         What JSON has not comes as near as it can: arrays and tuples as lists, sets as sorted lists, other things as their repr.
@@ -39,7 +39,7 @@ class Kernel:
         """
         return self._ask("eval", expression, timeout_s)
 
-    def exec(self, code: str, timeout_s: float = 20) -> None:
+    def exec(self, code: str, timeout_s: float = 60) -> None:
         """Run statements in the notebook's namespace, in a thread beside the running cell.
 
         Raises
@@ -69,7 +69,7 @@ class Kernel:
         return answer.get("value")
 
     def _address(self) -> dict[str, Any]:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not self._file.exists():
             if time.monotonic() > end:
                 raise TimeoutError(f"the kernel did not write {self._file.name}: did it start?")

@@ -134,7 +134,7 @@ class TestReport:
         assert found.report[0].endswith(f", above the budget of {limit / 1000:.1f} kB")
         assert "Held at that moment: activations " in text
         assert "checkpointed besides, 32.8 kB less would have been held at that moment: the step would have got past" in text
-        assert "Estimate: with autocast bf16 or fp16, at best " in text
+        assert "Estimate: with autocast bf16/fp16, at best " in text
         assert "which is enough" not in text
         assert "What the optimizer's step needs is not known" in text
         assert "optimizer.zero_grad()" in text

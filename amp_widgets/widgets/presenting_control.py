@@ -1,0 +1,151 @@
+"""How dashboards look on this notebook's page: size of type and theme, for a projector or for weak eyes."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import traitlets
+
+from amp_widgets import kernel
+from amp_widgets.errors import SettingsError
+from amp_widgets.widgets.control import Control, page_script, page_style
+from amp_widgets.widgets.state import DashboardState
+
+TypeSize = Literal["normal", "large", "very-large"]
+ShownTheme = Literal["notebook", "light", "dark", "high-contrast"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Presenting:
+    """What is in force.
+
+    Parameters
+    ----------
+    type_size
+        ``"normal"``, ``"large"`` or ``"very-large"``: of text, controls, charts and their lines.
+    theme
+        ``"notebook"`` for the one that the notebook has, ``"light"``, ``"dark"`` or ``"high-contrast"``.
+    """
+
+    type_size: TypeSize = "normal"
+    theme: ShownTheme = "notebook"
+
+
+def present(*, type_size: TypeSize | None = None, theme: ShownTheme | None = None) -> Presenting:
+    """Make dashboards, labs and questions larger, or give them another theme: those on the page, and later ones of this kernel.
+
+    It holds for the page of the notebook from when a dashboard is on it; beside a format lab or a question alone, display a
+    :class:`PresentingControl`, as ``%amp present`` does.
+
+    Parameters
+    ----------
+    type_size
+        ``"normal"``, ``"large"`` or ``"very-large"``; None to leave it.
+    theme
+        ``"notebook"`` to follow the notebook's, ``"light"``, ``"dark"``, or ``"high-contrast"``: black on white, or white
+        on black where the notebook is dark; None to leave it.
+
+    Returns
+    -------
+    Presenting
+        What is in force now.
+
+    Raises
+    ------
+    SettingsError
+        When there is no such size or theme; nothing is changed then.
+    """
+    global _presenting
+    for name, value, known in (("type_size", type_size, get_args(TypeSize)), ("theme", theme, get_args(ShownTheme))):
+        if value is not None and value not in known:
+            raise SettingsError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, known))}")
+    wanted: dict[str, Any] = {"type_size": type_size, "theme": theme}
+    _presenting = dataclasses.replace(_presenting, **{name: value for name, value in wanted.items() if value is not None})
+    for control in tuple(_controls):
+        control.follow(_presenting)
+    return _presenting
+
+
+class PresentingControl(Control):
+    """Buttons for what :func:`present` sets. The page does what they say at once, also while the kernel is busy.
+
+    Parameters
+    ----------
+    opened
+        Whether the choices are shown, and not a button that shows them.
+    """
+
+    _esm = page_script("presenting_control")
+    _css = page_style("presenting")
+
+    type_size = traitlets.Unicode().tag(sync=True)
+    theme = traitlets.Unicode().tag(sync=True)
+    opened = traitlets.Bool(False, help="The choices are shown always.").tag(sync=True)
+
+    def __init__(self, *, opened: bool = False) -> None:
+        super().__init__(_ask_for)
+        self._put({**_traits(_presenting), "opened": opened})
+        _controls.add(self)
+
+    def follow(self, presenting: Presenting) -> None:
+        """Show what is in force."""
+        self._put(_traits(presenting))
+
+    def close(self) -> None:
+        """Close it; what it has set stays."""
+        _controls.discard(self)
+        super().close()
+
+    def __repr__(self) -> str:
+        return f"<amp_widgets display: type size {self.type_size}, theme {self.theme}>"
+
+    def _traits_for(self, state: DashboardState) -> dict[str, Any]:
+        """Nothing: it is the same whatever the session does."""
+        return {}
+
+    def _ask(self, message: Mapping[str, Any]) -> None:
+        self._request(type_size=message.get("type_size"), theme=message.get("theme"))
+
+
+def present_in_cell(words: list[str]) -> None:
+    """``%amp present``: set what is named, such as ``large`` and ``high-contrast``, and show the choices below the cell.
+
+    Parameters
+    ----------
+    words
+        Sizes and themes, in any order; none to see the choices only.
+
+    Raises
+    ------
+    SettingsError
+        When one of them is neither.
+    """
+    from IPython.core.display_functions import display
+
+    wanted: dict[str, Any] = {}
+    for word in words:
+        name = "type_size" if word in get_args(TypeSize) else "theme" if word in get_args(ShownTheme) else None
+        if name is None or name in wanted:
+            sizes, themes = ", ".join(get_args(TypeSize)), ", ".join(get_args(ShownTheme))
+            raise SettingsError(f"%amp present: got {' '.join(words)!r}, expected a size ({sizes}), a theme ({themes}), or both")
+        wanted[name] = word
+    present(**wanted)
+    control = PresentingControl(opened=True)
+    for widget in (control, control.layout):
+        kernel.answer_where_asked(getattr(widget, "comm", None))
+    display(control)
+
+
+def _ask_for(**wanted: Any) -> None:
+    present(**wanted)
+
+
+def _traits(presenting: Presenting) -> dict[str, Any]:
+    return {"type_size": presenting.type_size, "theme": presenting.theme}
+
+
+_presenting = Presenting()
+_controls: weakref.WeakSet[PresentingControl] = weakref.WeakSet()
