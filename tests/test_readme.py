@@ -102,7 +102,7 @@ def test_the_pages_name_all_demos_situations_settings_and_lessons() -> None:
     classroom = (ROOT / "docs" / "classroom.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([\w-]+)` \|", classroom, re.MULTILINE) == list(SCENARIOS)
     lessons = [path.stem.replace("_", " ") for path in sorted((ROOT / "lessons").glob("[0-9]*.md"))]
-    assert re.findall(r"^\| (\d\d [^|]+?) \|", classroom, re.MULTILINE) == lessons
+    assert re.findall(r"^### (\d\d .+?) ·", classroom, re.MULTILINE) == lessons
     text = README.read_text(encoding="utf-8")
     for name in (*DEMOS, *amp_widgets.Settings.__dataclass_fields__):
         assert f"`{name}`" in text, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
@@ -170,6 +171,8 @@ _ROUNDS = 40
 _GAP = 1e-3
 """A set is the cheapest when no other can be cheaper by more than this share."""
 _INFEASIBLE = 2
+_LEAST_S = 0.02
+"""For each round, also when the time for all of them is over: most take less."""
 
 
 class _Program:
@@ -198,9 +201,10 @@ class _Program:
         moments = set(np.argsort(choice.held_bytes)[::-1][:_FIRST_ROWS].tolist())
         best: frozenset[int] | None = None
         lowest = math.inf
+        until_s = time.perf_counter() + self._time_limit_s
         for _ in range(_ROUNDS):
             choice.check()
-            solved = self._solve(sorted(moments))
+            solved = self._solve(sorted(moments), max(until_s - time.perf_counter(), _LEAST_S))
             if solved is None:
                 return best
             found, bound_bytes = solved
@@ -220,7 +224,7 @@ class _Program:
                 self._without.append(found)
         return best
 
-    def _solve(self, moments: Sequence[int]) -> tuple[frozenset[int], float] | None:
+    def _solve(self, moments: Sequence[int], time_limit_s: float) -> tuple[frozenset[int], float] | None:
         """The best by these moments alone, and the peak that it has then."""
         from scipy.optimize import Bounds, LinearConstraint
 
@@ -245,7 +249,7 @@ class _Program:
             constraints=LinearConstraint(matrix, -np.inf, limits),
             integrality=np.concatenate([np.ones(count), np.zeros(int(free_peak))]),
             bounds=Bounds(0.0, np.concatenate([np.ones(count), np.full(int(free_peak), np.inf)])),
-            options={"time_limit": self._time_limit_s, "mip_rel_gap": _GAP},
+            options={"time_limit": time_limit_s, "mip_rel_gap": _GAP},
         )
         if solved.x is None:
             return None

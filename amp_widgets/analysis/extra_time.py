@@ -3,6 +3,9 @@
 The first pass after other layers were checkpointed is not like those that follow: memory that was given back to the operating
 system is asked for anew, page by page, which can take as long as what is to be measured. So passes of one kind follow each
 other, and of each such row the first does not count.
+
+Layers that are alike, in what they are made of and in the shapes that they get and give, take the same time: each gets the median
+over all of them. A choice among layers whose times differ by chance alone would take those that were timed too short.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_widgets.analysis.checkpoint_calls import CheckpointCall, watching_checkpoints
+from amp_widgets.analysis.layer_kinds import noting_kinds
 from amp_widgets.analysis.trial import LossFunction, Trial, check_loss, trial
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import named_layers
@@ -35,7 +39,7 @@ class ExtraTimes:
     Attributes
     ----------
     forward_s
-        Of each layer, all its calls in a forward pass together: the median over some passes.
+        Of each layer, all its calls in a forward pass together: the median over some passes, and over layers that are alike.
     calls
         Of each layer in a pass.
     again_s
@@ -128,9 +132,11 @@ def extra_times(
             pairs = passes.alike(together)
     counted = [plain.calls.seconds() for plain, _ in pairs]
     names = dict.fromkeys(name for one in counted for name in one)
-    forward_s = _medians(counted)
+    broken_off = {name for _, other in pairs for name in other.again.broken_off}
+    forward_s = _same_for_alike(_medians(counted), passes.kinds)
     again_s = _medians([other.again.seconds() for _, other in pairs])
-    in_full = again_s.keys() & forward_s.keys() - {name for _, other in pairs for name in other.again.broken_off}
+    again_s = _same_for_alike(again_s, {name: (kind, name in broken_off) for name, kind in passes.kinds.items()})
+    in_full = again_s.keys() & forward_s.keys() - broken_off
     whole_s = sum(forward_s[name] for name in in_full)
     with torch.random.fork_rng(devices=[loop.device] if loop.device.type == "cuda" else []):
         call_s = _call_s(loop.device)
@@ -153,6 +159,14 @@ def _medians(passes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float
     """Of each layer, of the sums of its calls."""
     names = dict.fromkeys(name for one in passes for name in one)
     return {name: statistics.median(sum(one.get(name, ())) for one in passes) for name in names}
+
+
+def _same_for_alike(seconds: Mapping[str, float], kinds: Mapping[str, Hashable]) -> dict[str, float]:
+    """The median over all layers of a kind, for each of them."""
+    of_kind: dict[Hashable, list[float]] = {}
+    for name, one in seconds.items():
+        of_kind.setdefault(kinds.get(name, name), []).append(one)
+    return {name: statistics.median(of_kind[kinds.get(name, name)]) for name in seconds}
 
 
 def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
@@ -219,6 +233,8 @@ class _Passes:
         self._check = check
         self._autocast = loop.settings.autocast
         self._names = {id(module): name for name, module in named_layers(tried.model).items()}
+        self.kinds: dict[str, Hashable] = {}
+        """Of each layer; those that are alike have the same."""
         self._now: Callable[[], Any] = _event if loop.device.type == "cuda" else time.perf_counter
 
     def pairs(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
@@ -259,7 +275,9 @@ class _Passes:
         self._check()
         self._tried.begin()
         calls, again = _Calls(), _Calls()
-        with _timed(self._names, self._now, calls, again), _timed_again(self._names, self._now, again) as recomputes:
+        first = not self.kinds  # which does not count
+        noted = noting_kinds(self._names, self.kinds) if first else contextlib.nullcontext()
+        with noted, _timed(self._names, self._now, calls, again), _timed_again(self._names, self._now, again) as recomputes:
             begin = self._now()
             check_loss(self._tried.forward(self._autocast)).backward()
             end = self._now()

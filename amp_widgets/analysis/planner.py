@@ -99,9 +99,9 @@ _ATTEMPTS = 8
 """Sets that are predicted until one fits."""
 _CURVE = (0.05, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85)
 """Budgets of the curve, as shares of the way from the least peak to that with no layer checkpointed."""
-_SEARCH_S, _LEAST_S, _CURVE_S = 1.5, 1.0, 0.15
+_SEARCH_S, _LEAST_S, _CURVE_S = 1.0, 1.0, 0.1
 """For one choice."""
-_TIMED_UNTIL_S = 1.8
+_TIMED_UNTIL_S = 1.5
 """So long after the beginning, layers are timed. With many layers each prediction takes long, and there is less time for it."""
 _PREDICTING_S = 3.0
 """So long after the beginning, peaks on which nothing depends are estimated and no longer predicted."""

@@ -16,11 +16,11 @@ def test_what_makes_a_demo_is_there_and_goes_by_its_name(name: str) -> None:
     assert make.__module__ == f"amp_widgets.demos.{name}"
 
 
-def test_an_unknown_demo_names_the_known_and_what_they_show() -> None:
+def test_an_unknown_demo_names_the_known() -> None:
     with pytest.raises(DemoError) as caught:
         aw.demo("mnist")
-    for name, one in DEMOS.items():
-        assert f"{name!r} ({one.text})" in str(caught.value)
+    for name in DEMOS:
+        assert repr(name) in str(caught.value)
 
 
 def test_the_demos_of_numbers_begin_in_fp16_as_asked_for_by_themselves() -> None:

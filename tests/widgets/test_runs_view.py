@@ -307,7 +307,7 @@ def test_closing_frees_everything(messages: Any) -> None:
     view.close()
     assert view.closed
     closed = [kind for kind, _ in messages.sent].count("comm_close")
-    assert closed == 8  # the box, three parts, and the layout of each
+    assert closed == 10  # the box, four parts, and the layout of each
     view._asked(align="time")  # of a page that has not heard
     del view, run, keep
     gc.collect()

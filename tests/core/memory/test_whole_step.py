@@ -140,7 +140,7 @@ def test_what_is_said_to_fit_fits(kind: str, share: float, steps_before: int) ->
     if found.layers_to_checkpoint:
         least = peak_of(kind, checkpointed=found.layers_to_checkpoint)
         assert least <= budget, text
-    if re.search(r"with autocast bf16 or fp16, the whole step fits", text):
+    if re.search(r"with autocast bf16/fp16, the whole step fits", text):
         assert peak_of(kind, autocast="bf16") <= budget, text
     batch = re.search(r"with at most (\d+) % of this batch the whole step fits", text)
     if batch is not None:
@@ -179,7 +179,7 @@ def test_larger_batch_than_that_of_the_complete_step(kind: str) -> None:
 def test_autocast_is_said_to_fit_where_it_does() -> None:
     peak = peak_of("plain")
     text = "\n".join(death_under("plain", 0.9 * peak).report)
-    assert "with autocast bf16 or fp16, the whole step fits" in text
+    assert "with autocast bf16/fp16, the whole step fits" in text
     assert peak_of("plain", autocast="bf16") <= 0.9 * peak
 
 
