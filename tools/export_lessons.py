@@ -31,7 +31,7 @@ RESULTS = NOTEBOOKS / "results"
 INDEX = RESULTS / "index.html"
 LIMIT_S = 600
 """Of a cell, on a machine that has other things to do."""
-MOST_BYTES = 200_000
+MOST_BYTES = 250_000
 
 _VIEW_OPENED = {"method": "custom", "content": {"view": "page", "open": True}}
 """What the page of a dashboard sends when it is shown: from then on the kernel keeps it up to date."""

@@ -58,7 +58,7 @@ class Stills:
         address = "data:image/svg+xml," + quote(svg, safe=_SAFE)
         if len(address) <= MOST_BYTES:
             return address
-        pixels: str = self._page.evaluate("([figure, size]) => chart(figure, 'webp', size)", [figure, {**size, "scale": 2}])
+        pixels: str = self._page.evaluate("([figure, size]) => chart(figure, 'webp', size)", [figure, {**size, "scale": 1.5}])
         return pixels
 
     def controls(self, models: Sequence[Mapping[str, Any]]) -> list[str]:
