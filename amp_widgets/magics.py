@@ -81,7 +81,11 @@ class AmpMagics(Magics):
         try:
             captured = None if cell is None else self._captured(words_of(line))
             if captured is None:
-                self._run(words_of(line))
+                command, _, rest = line.strip().partition(" ")
+                if command == "note":  # a text, not words as a shell has them
+                    _note(rest.strip())
+                else:
+                    self._run(words_of(line))
         except AmpWidgetsError as error:
             raise in_one_line(error) from None
         if captured is not None and cell is not None:
@@ -115,8 +119,6 @@ class AmpMagics(Magics):
             speak(words[1:])
         elif words[0] == "present":
             present(words[1:])
-        elif words[0] == "note":
-            _note(" ".join(words[1:]))
         elif words == ["formats"]:
             _show_formats()
         elif words[0] == "demo":
@@ -430,6 +432,8 @@ def _note(text: str) -> None:
     session = newest_session()
     if session is None:
         raise MagicError(f"%amp note: {NO_SESSION}")
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
     if not text:
         raise MagicError("%amp note: got nothing, expected a text")
     session.note(text)

@@ -285,7 +285,18 @@ class AmpSession(SessionAnalyses, Exports):
         return self._recording.path
 
     def note(self, text: str) -> None:
-        """Put a text of yours among the events, as a note, at the present step."""
+        """Put a text of yours among the events, as a note, at the present step.
+
+        Parameters
+        ----------
+        text
+            Kept as it is, and shown so in any language.
+
+        Raises
+        ------
+        HistoryError
+            When it is no text.
+        """
         self.record_event("note", text, source="user")
 
     # ---- back to an earlier step ------------------------------------------------------------------------------------

@@ -246,10 +246,13 @@ def test_record_and_note(shell: Any, capsys: pytest.CaptureFixture[str], tmp_pat
     shell.run_line_magic("amp", f"record {path}")
     assert capsys.readouterr().out == f"recording of the session on Sequential: to {path}\n"
     shell.run_line_magic("amp", "note what I see here")
+    texts = {"what I see here": "what I see here", r"it's  c\d fine": r"it's  c\d fine", "'two words'": "two words"}
+    for typed in list(texts)[1:]:
+        shell.run_line_magic("amp", f"note {typed}")
     shell.run_line_magic("amp", "record off")
     assert session.recorded_to is None
     with open_run(path) as run:
-        assert [event.reason for event in run.events] == ["what I see here"]
+        assert [event.reason for event in run.events] == list(texts.values())
     with pytest.raises(RecordingError, match="exists already"):
         shell.run_line_magic("amp", f"record {path}")
     with pytest.raises(MagicError, match="got 2 words"):

@@ -23,8 +23,6 @@ README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 WITH_EXAMPLES = [page for page in PAGES if "\n```python\n" in page.read_text(encoding="utf-8")]
 LARGEST_PICTURE_BYTES = 250_000
-ITEMS = 128
-"""Images that the examples train on, here: two batches an epoch."""
 
 
 class SmallNet(nn.Module):
@@ -46,8 +44,6 @@ class SmallNet(nn.Module):
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("sklearn", reason="the examples train on scikit-learn's digits")
-    images, labels = digits.digits_data()
-    monkeypatch.setattr(digits, "digits_data", lambda: (images[:ITEMS], labels[:ITEMS]))
     monkeypatch.setattr(digits, "DigitsNet", SmallNet)
     monkeypatch.chdir(tmp_path)
     made = InteractiveShell.instance()

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import amp_widgets as aw
-from amp_widgets.errors import RecordingError, SessionClosedError, SettingsError
+from amp_widgets.errors import HistoryError, RecordingError, SessionClosedError, SettingsError
 
 
 def make(**options: object) -> aw.AmpSession:
@@ -123,3 +124,16 @@ def test_a_script_that_ends_without_close_has_its_last_steps_written(tmp_path: P
     assert [one.name for one in tmp_path.iterdir()] == ["run.db"]
     with aw.open_run(tmp_path / "run.db") as run:
         assert run.history.columns("step")["step"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("text", [5, None, ["a"], b"a"])
+def test_a_note_is_a_text(text: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with aw.AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.1), record=tmp_path / "run.db") as session:
+        with pytest.raises(HistoryError) as caught:
+            session.note(text)
+        assert str(caught.value) == f"note: got {text!r}, expected a text, such as 'warm-up is over'"
+        session.note("a")
+        session.stop_recording()
+    with aw.open_run(tmp_path / "run.db") as run:
+        assert [event.reason for event in run.events if event.kind == "note"] == ["a"]

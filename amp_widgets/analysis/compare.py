@@ -347,6 +347,7 @@ class _Comparing:
                 self._drop(course, because)
                 return
             self._tell(course, doing, planned=number <= self._steps + 1)
+        course.left = (self._rounds - 1 - round_) * (1 + self._steps)  # also where its memory needed no step of its own
         turn.keep(first)
 
     def _drop(self, course: _Course, because: str) -> None:

@@ -43,7 +43,7 @@ from amp_widgets.core.scaler import LiveScaler, ScaledStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_changes
 from amp_widgets.core.step_memory import StepMemory
 from amp_widgets.core.training_thread import NO_THREAD, TrainingThread
-from amp_widgets.errors import SessionClosedError, SettingsError
+from amp_widgets.errors import HistoryError, SessionClosedError, SettingsError
 
 
 class LiveLoop:
@@ -495,7 +495,16 @@ class LiveLoop:
         return self._controls.checkpointing.compiled
 
     def record_event(self, kind: str, reason: str, **detail: Any) -> None:
-        """Add an event of a `kind` at the present step; `reason` is for people, `detail` for programs, and JSON-able."""
+        """Add an event of a `kind` at the present step; `reason` is for people, `detail` for programs, and JSON-able.
+
+        Raises
+        ------
+        HistoryError
+            When the kind or the reason is no text.
+        """
+        for text in (kind, reason):
+            if not isinstance(text, str):
+                raise HistoryError(f"{kind}: got {text!r}, expected a text, such as 'warm-up is over'")
         self._journal.put_event(self._step, kind, reason, detail)
 
     # ---- life -------------------------------------------------------------------------------------------------------

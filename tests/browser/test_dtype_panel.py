@@ -55,7 +55,7 @@ def test_a_map_is_taken_and_a_layer_kept_in_fp32(open_notebook: OpenNotebook) ->
     notebook.page.keyboard.press("Space")  # it is asked for already
     notebook.kernel.exec("panel.show(DtypeState(map=gpt_map()))")
     wait(lambda: area.locator("tbody th").count() > 5, "the map is not shown")
-    assert "128 casts a step" in area.locator(".ampw-difference").inner_text()
+    wait(lambda: "128 casts a step" in area.locator(".ampw-difference").inner_text(), "it is not said how many casts there are")
     row = area.locator("tbody tr", has_text="blocks.0.attention").first
     assert row.get_attribute("data-format") == "bf16"
     assert notebook.kernel.eval("asked") == ["dtype_map"]

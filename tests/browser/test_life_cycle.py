@@ -88,8 +88,7 @@ def test_reload_tabs_and_leaving_while_a_run_goes_on(open_notebook: OpenNotebook
     board.wait(lambda: board.points("loss line") >= 10, "no points")
 
     done = board.python("status().step")
-    notebook.reload()
-    board.wait_for_plot()
+    notebook.reload_until(board.has_plot, "after a reload there is no chart")
     board.wait(lambda: board.points("loss line") > done, "after a reload the chart is not whole, or does not go on")
     assert notebook.output(0).locator(".ampw-dashboard").count() == 1
 
@@ -228,7 +227,8 @@ def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook:
                 os.kill(process, signal.SIGKILL)
         board.area.get_by_text(AGAIN).first.wait_for(timeout=SLOW_S * 1000)
         board.wait(lambda: board.area.locator(".ampw-word").inner_text() == "no kernel", "it is not said that there is no kernel")
-        board.wait(lambda: board.area.locator(".ampw input:enabled").count() == 0, "what does nothing can be changed")
+        enabled = board.area.locator(".ampw:not(.ampw-presenting) input:enabled")  # type and theme are the page's own
+board.wait(lambda enabled=enabled: enabled.count() == 0, "what does nothing can be changed")
         _wait_for_no_picture(board)
         notebook.screenshot(f"kernel-gone-{end}")
         if end == "die":  # JupyterLab says so in a dialog, and starts another

@@ -83,8 +83,11 @@ class Dashboard:
     def points(self, series: str) -> int:
         return int(self.chart()["points"].get(series, 0))  # a series without points is not drawn
 
+    def has_plot(self) -> bool:
+        return self.area.locator(".js-plotly-plot").count() > 0
+
     def wait_for_plot(self) -> None:
-        self.notebook.wait_until(lambda: self.area.locator(".js-plotly-plot").count() > 0, SLOW_S, "no chart was drawn")
+        self.notebook.wait_until(self.has_plot, SLOW_S, "no chart was drawn")
 
     def press(self, name: str) -> None:
         self.area.get_by_role("button", name=name, exact=True).click()
@@ -149,8 +152,7 @@ def test_the_quickstart_with_the_background_run(open_notebook: OpenNotebook) -> 
 
     # reload in mid-run: the dashboard is back, with what happened before and meanwhile
     shown, done = board.points("loss line"), board.python("status().step")
-    notebook.reload()
-    board.wait_for_plot()
+    notebook.reload_until(board.has_plot, "after a reload there is no chart")
     board.wait(lambda: board.points("loss line") >= shown, "the history is not back after a reload")
     board.wait(lambda: board.points("loss line") > done, "the chart does not go on after a reload")
     board.wait(board.area.get_by_role("radio", name="fp16").is_checked, "the dtype is not back after a reload")

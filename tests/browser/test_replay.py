@@ -199,8 +199,7 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
 
     # a page that is loaded again shows the present position
     notebook.page.set_viewport_size({"width": 1280, "height": 2600})
-    notebook.reload()
-    status.wait_for()
+    notebook.reload_until(status.is_visible, "after a reload there is no replay")
     look()
     at(60, "reloaded")
     slider.evaluate(SLIDE, "61")

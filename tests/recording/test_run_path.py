@@ -20,6 +20,8 @@ NO_PATHS = (5, None, "", "  ", b"run.db", 3.5, "a\0b")
 def test_what_is_a_path(tmp_path: Path) -> None:
     assert run_path(tmp_path / "run.db") == run_path(str(tmp_path / "run.db")) == tmp_path / "run.db"
     assert [run_path(one) for one in NO_PATHS] == [None] * len(NO_PATHS)
+    assert run_path("~/run.db") == Path.home() / "run.db"
+    assert run_path("~nobody-of-this-name/run.db") == Path("~nobody-of-this-name/run.db").absolute()
 
 
 @pytest.mark.parametrize("path", NO_PATHS)

@@ -27,6 +27,7 @@ NOT_OURS: tuple[tuple[str, str], ...] = (
 PATIENCE_S = 60.0  # on a slow machine it may take as long; only a test that fails waits for all of it
 AROUND_PX = 200  # JupyterLab's menu, tool bar and status bar, and room around
 
+NO_MODEL = "widget model not found"  # ipywidgets says so in the console
 PANEL = "const app = window.jupyterapp; const panel = app.shell.currentWidget; const notebook = panel?.content;"
 
 
@@ -105,6 +106,33 @@ class Notebook:
             self.save()
         self.page.reload()
         self.wait_ready(timeout_s, kernel=kernel)
+
+    def reload_until(self, check: Callable[[], object], what: str) -> None:
+        """Reload the page until `check` is true, as often as JupyterLab itself fails to get its widgets back.
+
+        Its widget manager asks the kernel for them and has little patience: on a machine that is busy it may say that there is
+        no such model. A user reloads once more, and so does this, twice at most.
+
+        Raises
+        ------
+        AssertionError
+            With `what`, when that has not happened in time.
+        """
+        for _ in range(3):
+            self.reload()
+            self.wait_until(lambda: check() or self._forgets(NO_MODEL, only_look=True), PATIENCE_S, what)
+            if not self._forgets(NO_MODEL):
+                return
+            print(f"reloaded once more: {NO_MODEL}")
+        raise AssertionError(f"{what}: {NO_MODEL}, three times")
+
+    def _forgets(self, text: str, *, only_look: bool = False) -> bool:
+        """Whether the page has complained of this; then the complaint is taken off."""
+        others = [error for error in self.errors if text not in error]
+        found = len(others) < len(self.errors)
+        if not only_look:
+            self.errors[:] = others
+        return found
 
     def save(self) -> None:
         """Save the notebook with its outputs."""
