@@ -228,7 +228,9 @@ def _expression(literals: list[str], names: list[str], *, only_figures: bool) ->
         if name in seen:
             expression += f"(?P={name})"
         elif name in _NUMBERS or only_figures:
-            expression += f"(?P<{name}>[\\d,.]+)"
+            expression += f"(?P<{name}>\\d[\\d,.]*)"
+        elif name in _SIZES:
+            expression += f"(?P<{name}>\\d[\\d,.]* [kMG]?B)"
         else:
             expression += f"(?P<{name}>{'.*' if not after and before else '.*?'})"
         seen.add(name)
@@ -248,6 +250,8 @@ MOST_KNOWN = 4096
 _WORDS = ("phase", "state", "kind", "what", "place", "LAYERS", "value", "why", "reason", "cause", "because", "worst")
 _NUMBERS = ("count", "count2")
 """Placeholders that are always numbers."""
+_SIZES = ("fixed",)
+"""And that are always bytes, such as ``15.3 MB``."""
 _MAY_BEGIN = re.compile(r"[,;:(]| (?:in|with|on|of|for|and|from|at) ?| (?=\()")
 _JOINT = re.compile(r"[,;:] | ")
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_0-9]+)\}(?!\})")
@@ -296,7 +300,9 @@ def wished_language() -> str:
         return _chosen
     asked = os.environ.get("AMP_WIDGETS_LANG", "")
     named = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")).removesuffix(".ipynb").rpartition(".")[2]
-    return (asked or (named if len(named) == 2 else "") or locale.getlocale()[0] or "en")[:2].lower()
+    # A locale that is not installed, as in many containers, is still what is wished.
+    wanted = filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG")))
+    return (asked or (named if named in LANGUAGES else "") or locale.getlocale()[0] or next(wanted, "en"))[:2].lower()
 
 
 def say(text: str, /, **values: object) -> str:

@@ -181,3 +181,33 @@ def test_short_texts_are_recognized_with_figures_only(monkeypatch: pytest.Monkey
     catalogue = Catalogue({"{shown} of {count}": "{count}>{shown}"})
     assert catalogue.sentences("1,024 of 4,096") == "4,096>1,024"
     assert catalogue.sentences("weights of layers") is None
+
+
+@pytest.mark.parametrize(
+    ("english", "korean"),
+    [
+        (
+            "Bit-identical to a run without checkpointing: the loss, 27 gradients, 24 buffers, 3 random states.",
+            "체크포인팅 없는 실행과 비트까지 같습니다: 손실, 그래디언트 27개, 버퍼 24개, 난수 상태 3개.",
+        ),
+        (
+            "15.3 MB of what was held do not depend on the batch (parameters, gradients, optimizer state, buffers)",
+            "차지한 것 중 15.3 MB는 배치와 상관없습니다 (파라미터, 그래디언트, 옵티마이저 상태, 버퍼)",
+        ),
+    ],
+)
+def test_parts_of_a_list_stay_apart(english: str, korean: str) -> None:
+    set_language("ko")
+    try:
+        assert in_language(english) == korean
+    finally:
+        set_language(None)
+
+
+@pytest.mark.parametrize("name", ["lesson.v2.ipynb", "01.ipynb", "2026.03.ipynb"])
+def test_a_part_of_a_name_that_is_no_language_is_no_wish(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AMP_WIDGETS_LANG", raising=False)
+    monkeypatch.setenv("JPY_SESSION_NAME", name)
+    monkeypatch.setattr("locale.getlocale", lambda *category: (None, None))
+    monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")  # of which nothing is installed
+    assert language.language() == "ko"

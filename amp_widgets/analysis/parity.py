@@ -357,7 +357,8 @@ def _summary(differences: tuple[Difference, ...]) -> str:
         return f"whether it runs at all: {differences[0].text}"
     words = ["the loss"] * counts["loss"]
     words += [f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items() if n and kind in ("gradient", "buffer")]
-    words += [f"{counts['random']} random state{'s' * (counts['random'] > 1)}"] * bool(counts["random"])
+    count = counts["random"]
+    words += [f"{count} random state{'s' * (count > 1)}"] * bool(count)
     first = differences[0]
     named = "the loss" if first.kind == "loss" else f"the {first.kind}{' state' * (first.kind == 'random')} of {first.name}"
     size = "" if math.isnan(first.largest) else f", off by {error_text(first.largest)}"

@@ -158,7 +158,7 @@ def play(
 
 def _wait(scenario: Scenario, session: AmpSession, stop: threading.Event) -> None:
     if stop.wait(LOOK_S):
-        raise RunError(STOPPED.format(step=session.step, steps=scenario.steps))
+        raise RunError(STOPPED.format(step=_done(scenario, session), steps=scenario.steps))
 
 
 def _check_alive(scenario: Scenario, session: AmpSession) -> None:
@@ -166,5 +166,11 @@ def _check_alive(scenario: Scenario, session: AmpSession) -> None:
         return
     error = None if session.closed else session.dashboard_state().error
     if error is None:
-        raise RunError(STOPPED.format(step=session.step, steps=scenario.steps))
-    raise RunError(FAILED.format(step=session.step, steps=scenario.steps, error=error.strip().splitlines()[-1]))
+        raise RunError(STOPPED.format(step=_done(scenario, session), steps=scenario.steps))
+    last = error.strip().splitlines()[-1]
+    raise RunError(FAILED.format(step=_done(scenario, session), steps=scenario.steps, error=last))
+
+
+def _done(scenario: Scenario, session: AmpSession) -> int:
+    """How many of the scenario's steps are done: the run may be a few further when it is paused."""
+    return min(session.step, scenario.steps)

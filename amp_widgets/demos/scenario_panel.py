@@ -13,8 +13,8 @@ from IPython.core.display_functions import display
 from amp_widgets import kernel
 from amp_widgets.demos.prepared_scenario import Measured, Scenario, play
 from amp_widgets.demos.scenarios import SCENARIOS
-from amp_widgets.errors import AmpWidgetsError
-from amp_widgets.language import in_language, say
+from amp_widgets.errors import AmpWidgetsError, RunError
+from amp_widgets.language import follow_language, in_language, say
 from amp_widgets.widgets.question import Question
 from amp_widgets.widgets.scenario_control import (
     BY_HAND,
@@ -26,6 +26,7 @@ from amp_widgets.widgets.scenario_control import (
     MeasureControl,
     ScenarioControl,
 )
+from amp_widgets.widgets.spoken import Text, spoken
 from amp_widgets.widgets.still import NOT_SHOWN
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
 
 JOIN_S = 10.0
 """A run that is being measured is given so long to notice that it is not wanted any more."""
+
+
+class _Asked(Question):
+    """A question whose texts are of the code: they are in the catalogue."""
+
+    _spoken: Callable[[Text], str] = staticmethod(lambda text: say(text) if isinstance(text, str) else spoken(text))
 
 
 class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is untyped
@@ -61,7 +68,9 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         self._listeners: list[Callable[[AmpSession], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._measured = False
+        self._answered: Measured | None = None
+        self._problem: Callable[[], str] = str  # said when it is shown
+        self._closed = False
         self._place = f"ampw-scenario-{uuid.uuid4().hex}"
         self._displayed = False
         self.scenario: Scenario = SCENARIOS[name]
@@ -75,6 +84,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         self._show()
         for widget in (self._choice, self._measure):
             kernel.answer_where_asked(widget.comm)
+        follow_language(self._speak)
 
     @property
     def running(self) -> bool:
@@ -88,23 +98,34 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         ------
         KeyError
             When there is none of that name.
+        RunError
+            When the panel is closed.
         """
+        self._check_open()
         scenario = SCENARIOS[name]
         self._end_run()
         with self._lock:
             before = self.question
-            self.scenario, self._measured = scenario, False
+            self.scenario, self._answered, self._problem = scenario, None, str
             self.question = self._asked()
             self._renew()
             before.close()
 
     def run(self) -> None:
-        """Run it and measure the answer, on a thread of its own: see `wait`. Nothing happens while it runs already."""
+        """Run it and measure the answer, on a thread of its own: see `wait`. Nothing happens while it runs already.
+
+        Raises
+        ------
+        RunError
+            When the panel is closed.
+        """
+        self._check_open()
         with self._lock:
             if self.running:
                 return
             if not self._untouched():
                 self._renew()
+            self._problem = str
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._work, args=(self._stop,), name="amp_widgets scenario", daemon=True)
             self._tell(say(STEP, step=0, steps=self.scenario.steps), pending=True)
@@ -115,7 +136,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
-        return self._measured
+        return self._answered is not None
 
     def on_session(self, call: Callable[[AmpSession], None]) -> None:
         """Have `call` called with each session that takes the place of the one before."""
@@ -125,6 +146,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         """Take it off the page, and close its session."""
         if "_play" not in self.__dict__ or self.comm is None:
             return
+        self._closed = True
         self._end_run()
         with self._lock:
             self._listeners.clear()
@@ -154,11 +176,10 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _asked(self) -> Question:
         scenario = self.scenario
-        choices = [say(text) for text in scenario.choices.values()] or None
-        question = Question(
-            say(scenario.question),
-            unit=say(scenario.unit) if scenario.unit else "",
-            choices=choices,
+        question = _Asked(
+            scenario.question,
+            unit=scenario.unit,
+            choices=list(scenario.choices.values()) or None,
             within=scenario.within,
             between=scenario.between,
             whole=scenario.whole,
@@ -186,16 +207,16 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
     def _show(self) -> None:
         scenario = self.scenario
         self._choice.show(scenario.name, say(scenario.situation), say(scenario.watch))
-        self._right.children = (self._measure, self.question.answer) if self._measured else (self._measure,)
+        self._right.children = (self._measure, self.question.answer) if self._answered is not None else (self._measure,)
         self._play.children = (self.question, self._right)
         self.children = (self._choice, self._play, self._dashboard)
         self._tell()
 
-    def _tell(self, note: str = "", *, pending: bool = False, fraction: float = 0.0, problem: str = "") -> None:
+    def _tell(self, note: str = "", *, pending: bool = False, fraction: float = 0.0) -> None:
         guessed = self.question.guessed is not None
         note = note or (say(READY, steps=self.scenario.steps) if guessed else say(GUESS_FIRST))
-        told = {"ready": guessed, "pending": pending, "again": self._measured, "fraction": fraction, "problem": problem}
-        self._measure.show(note, **told)  # type: ignore[arg-type]  # each as it is to be
+        told = {"ready": guessed, "pending": pending, "again": self._answered is not None, "fraction": fraction}
+        self._measure.show(note, problem=self._problem(), **told)  # type: ignore[arg-type]  # each as it is to be
 
     def _guessed(self) -> None:
         if not self.running:
@@ -210,7 +231,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         return fresh and session.pending == self._prepared
 
     def _work(self, stop: threading.Event) -> None:
-        scenario, session, question = self.scenario, self.session, self.question
+        scenario, session = self.scenario, self.session
         steps = scenario.steps
 
         def on_step(step: int) -> None:
@@ -218,24 +239,53 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
             note = say(MEASURING) if done == steps else say(STEP, step=done, steps=steps)
             self._tell(note, pending=True, fraction=done / steps)
 
-        problem = ""
         measured: Measured | None = None
+        problem: Callable[[], str] = str
         try:
             measured = play(scenario, session, on_step=on_step, stop=stop)
         except AmpWidgetsError as error:
-            problem = say(NOT_MEASURED, reason=in_language(str(error).removeprefix("scenario: ")))
+            refused = str(error)  # translated as it is, and its beginning left out afterwards: the catalogue has it whole
+            problem = lambda: say(NOT_MEASURED, reason=in_language(refused).removeprefix("scenario: "))  # noqa: E731
         except Exception as error:  # a thread's traceback would go where nobody looks
-            problem = say(NOT_MEASURED, reason=f"{type(error).__name__}: {error}")
+            failed = f"{type(error).__name__}: {error}"
+            problem = lambda: say(NOT_MEASURED, reason=failed)  # noqa: E731
         if stop.is_set():
             return
         with self._lock:
             if measured is not None:
-                self._measured = True
-                why, more = scenario.why_text(measured), scenario.more_text(measured, session.device.type)
-                question.reveal(scenario.choice_text(measured.value), why=why, more=more)
-                self._right.children = (self._measure, question.answer)
-                problem = say(BY_HAND) if _changed_by_hand(session, steps) else ""
-            self._tell(problem=problem)
+                self._answered = measured
+                self._reveal(measured)
+                self._right.children = (self._measure, self.question.answer)
+                by_hand = _changed_by_hand(session, steps)
+                problem = lambda: say(BY_HAND) if by_hand else ""  # noqa: E731
+            self._problem = problem
+            self._tell()
+
+    def _reveal(self, measured: Measured) -> None:
+        scenario = self.scenario
+        why, more = scenario.why_text(measured), scenario.more_text(measured, self.session.device.type)
+        self.question.reveal(scenario.choice_text(measured.value), why=why, more=more)
+
+    def _speak(self) -> None:
+        """Say all of it in the language that is in force now; the dashboard does so by itself."""
+        with self._lock:
+            if self._closed:
+                return
+            self._choice.name_anew([(one.name, say(one.title)) for one in SCENARIOS.values()])
+            fraction, pending = self._measure.fraction, self._measure.pending
+            self._choice.speak()
+            self._measure.speak()
+            self.question.speak()
+            if self._answered is not None:
+                self._reveal(self._answered)
+            scenario = self.scenario
+            self._choice.show(scenario.name, say(scenario.situation), say(scenario.watch))
+            note = say(STEP, step=round(fraction * scenario.steps), steps=scenario.steps) if pending else ""
+            self._tell(say(MEASURING) if pending and fraction == 1 else note, pending=pending, fraction=fraction)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError("scenario: it is closed; play it again with: %amp demo " + self.scenario.name)
 
     def _end_run(self) -> None:
         self._stop.set()

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import traitlets
 
 from amp_widgets import kernel
 from amp_widgets.errors import QuestionError
-from amp_widgets.language import in_language, say
+from amp_widgets.language import follow_language, in_language, say
 from amp_widgets.widgets import question_text as says
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.covered import cover
@@ -107,11 +107,14 @@ class Question(Control):
     Raises
     ------
     QuestionError
-        When there is only one choice, or one is there twice; when nothing is between what is possible.
+        When there is only one choice, or one is there twice; when nothing is between what is possible; when a text is no
+        text, or a number no number.
     """
 
     _esm = page_script("question")
     _css = _STYLE
+    _spoken: Callable[[Text], str] = staticmethod(spoken)
+    """What puts a text into the language."""
 
     words: traitlets.Dict[str, Any] = traitlets.Dict(dict(says.PAGE_WORDS)).tag(sync=True, said=True)
     text = traitlets.Unicode().tag(sync=True)
@@ -132,7 +135,9 @@ class Question(Control):
         between: tuple[float, float] = (-math.inf, math.inf),
         whole: bool = False,
     ) -> None:
-        chosen = [spoken(choice) for choice in choices or ()]
+        _check_texts(text, unit, choices)
+        _check_numbers(within, between)
+        chosen = [self._spoken(choice) for choice in choices or ()]
         if choices is not None and (len(chosen) < 2 or len(set(chosen)) < len(chosen)):
             raise QuestionError(f"choices: got {chosen!r}, expected two or more that differ")
         if not between[0] < between[1]:
@@ -140,12 +145,15 @@ class Question(Control):
         super().__init__(_nobody)
         self._within = within
         self._offered = [] if choices is None else list(choices)
+        self._asks, self._unit = text, unit
+        self._refused = ""
         self._possible = Possible(*between, whole=whole)
         self._guess: Value | None = None
-        self._measured: tuple[Value, str, str] | None = None
+        self._measured: tuple[Value, Text, Text] | None = None
         self._answer = Answer()
         self._listeners: list[Callable[[], None]] = []
-        self._put({"text": spoken(text), "unit": unit, "choices": chosen, "note": say(says.NO_GUESS)})
+        self._put({"text": self._spoken(text), "unit": self._spoken(unit), "choices": chosen, "note": say(says.NO_GUESS)})
+        follow_language(self.speak)
 
     @property
     def guessed(self) -> Value | None:
@@ -169,6 +177,7 @@ class Question(Control):
             raise QuestionError(says.SHOWN_ALREADY)
         self._guess = read_guess(value, self.unit, self.choices, self._possible)
         typed = value if isinstance(value, str) else value_text(self._guess, "").replace(",", "")
+        self._refused = ""
         self._put({"typed": str(typed).strip(), "problem": ""})
         self._show()
         for listener in self._listeners:
@@ -198,7 +207,7 @@ class Question(Control):
         """
         if isinstance(measured, Mapping) and measured in self._offered:
             measured = self.choices[self._offered.index(measured)]
-        self._measured = read_measured(measured, self.choices), spoken(why), spoken(more or "")
+        self._measured = read_measured(measured, self.choices, whole=self._possible.whole), why, more or ""
         self._show()
         return self._answer
 
@@ -231,7 +240,24 @@ class Question(Control):
         self._put({"note": note, "settled": settled})
         if self._measured is not None:
             measured, why, more = self._measured
-            self._answer.put(self._guess, measured, self.unit, self._within, why, more)
+            self._answer.put(self._guess, measured, self.unit, self._within, self._spoken(why), self._spoken(more))
+
+    def speak(self) -> None:
+        """Say it, and its answer, in the language that is in force now; a guess that was given stays."""
+        if self.comm is None:  # closed
+            return
+        super().speak()
+        self._answer.speak()
+        now = [self._spoken(choice) for choice in self._offered]
+        anew = dict(zip(self.choices, now, strict=True))
+        typed = anew.get(self.typed, self.typed)
+        if isinstance(self._guess, str):
+            self._guess = anew[self._guess]
+        if self._measured is not None and isinstance(self._measured[0], str):
+            self._measured = anew[self._measured[0]], *self._measured[1:]
+        texts = {"text": self._spoken(self._asks), "unit": self._spoken(self._unit), "choices": now, "typed": typed}
+        self._put({**texts, "problem": in_language(self._refused)})
+        self._show()
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {}
@@ -243,7 +269,8 @@ class Question(Control):
         try:
             self.guess(value)
         except QuestionError as error:
-            self._put({"problem": in_language(str(error))})
+            self._refused = str(error)
+            self._put({"problem": in_language(self._refused)})
 
     def __repr__(self) -> str:
         return f"{self.text} {self.note}"
@@ -283,11 +310,41 @@ def ask(
     Raises
     ------
     QuestionError
-        When there is only one choice, or one is there twice; when nothing is between what is possible.
+        When there is only one choice, or one is there twice; when nothing is between what is possible; when a text is no
+        text, or a number no number.
     """
     question = Question(text, unit=unit, choices=choices, within=within, between=between, whole=whole)
     kernel.answer_where_asked(question.comm)  # a guess is taken also while a cell runs
     return question
+
+
+def _check_texts(text: object, unit: object, choices: object) -> None:
+    """Refuse what is no text where one is expected."""
+    if not _is_text(text):
+        raise QuestionError(f"text: got {text!r}, expected a text, or one in each language such as {{'en': '…', 'ko': '…'}}")
+    if not isinstance(unit, str):
+        raise QuestionError(f"unit: got {unit!r}, expected a text such as '%'")
+    if choices is None:
+        return
+    if isinstance(choices, (str, Mapping)) or not isinstance(choices, Sequence) or not all(map(_is_text, choices)):
+        raise QuestionError(f"choices: got {choices!r}, expected a list of texts")
+
+
+def _is_text(text: object) -> bool:
+    texts = list(text.values()) if isinstance(text, Mapping) else [text]
+    return bool(texts) and all(isinstance(one, str) for one in texts)
+
+
+def _check_numbers(within: object, between: object) -> None:
+    """Refuse what is no number where one is expected."""
+    if within is not None and not (_is_number(within) and within >= 0):
+        raise QuestionError(f"within: got {within!r}, expected a number, 0 or more, or None")
+    if not (isinstance(between, (tuple, list)) and len(between) == 2 and all(map(_is_number, between))):
+        raise QuestionError(f"between: got {between!r}, expected two numbers: the least that is possible and then the most")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _with_texts(bundle: Any, plain: str, markup: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from amp_widgets.errors import FormatError, QuestionError
 from amp_widgets.language import marked, say
@@ -120,8 +120,17 @@ def read_guess(value: Value, unit: str, choices: Sequence[str], possible: Possib
     return guess
 
 
-def read_measured(value: object, choices: Sequence[str]) -> Value:
+def read_measured(value: object, choices: Sequence[str], *, whole: bool = False) -> Value:
     """What was measured: a choice, or a number as it is (an int stays one).
+
+    Parameters
+    ----------
+    value
+        What was measured.
+    choices
+        Of the question, if it has some.
+    whole
+        It is counted: a whole number is an int then, whatever it came as, so that it must be hit.
 
     Raises
     ------
@@ -133,7 +142,8 @@ def read_measured(value: object, choices: Sequence[str]) -> Value:
             raise QuestionError(MEASURED_NO_CHOICE.format(got=repr(value), choices=", ".join(map(repr, choices))))
         return value
     try:
-        return _number(value)
+        number = _number(value)
+        return int(number) if whole and float(number).is_integer() else number
     except QuestionError:
         raise QuestionError(MEASURED_NO_NUMBER.format(got=repr(value))) from None
 
@@ -220,11 +230,12 @@ def _typed(value: str, unit: str) -> float:
 
 def _number(value: object) -> float:
     """An int or a float, also of numpy or of a tensor with one element."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
+    item = getattr(value, "item", None)  # not `__index__`: a tensor has it whatever it is of
     try:
-        if isinstance(value, (bool, str, bytes)):
+        found: Any = item() if callable(item) else value
+        if isinstance(found, (bool, str, bytes)):
             raise TypeError
-        return int(value) if hasattr(value, "__index__") else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        as_float = float(found)  # refuses what is complex, and an int that no float64 can be
+        return found if isinstance(found, int) else as_float
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor with several elements
         raise QuestionError(f"got {value!r}, expected a number") from None

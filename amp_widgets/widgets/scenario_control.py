@@ -54,6 +54,10 @@ class ScenarioControl(Control):
 
     def __init__(self, choose: Callable[[str], None], titles: Sequence[tuple[str, str]]) -> None:
         super().__init__(choose)
+        self.name_anew(titles)
+
+    def name_anew(self, titles: Sequence[tuple[str, str]]) -> None:
+        """Have these titles, in another language."""
         self._put({"titles": [list(pair) for pair in titles]})
 
     def show(self, chosen: str, situation: str, watch: str) -> None:

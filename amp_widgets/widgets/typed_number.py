@@ -25,6 +25,7 @@ def typed_number(text: str) -> float:
         When it cannot be read, or is no float64.
     """
     written = text.strip().lower().replace("−", "-").replace("×", "*")
+    written = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), written)
     written = re.sub(r"\s*(\*\*?|/|\^)\s*", r"\1", written)
     special = re.fullmatch(r"([+-]?)(inf|infinity|nan)", written)
     if special is not None:
@@ -53,6 +54,8 @@ def typed_number(text: str) -> float:
 
 
 _FACTOR = re.compile(r"(?P<sign>[+-]?)(?P<base>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,4})?)(?:(?:\*\*|\^)(?P<exponent>[+-]?\d{1,5}))?")
+_THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+"""Whole numbers as they are shown, ``65,536``; not ``0,125`` or ``1,5``, whose comma may be meant as a point."""
 _LARGEST_EXPONENT = 4400
 """Of two: a power beyond this is not worked out, since neither it nor its product with another of them is of use."""
 

@@ -228,7 +228,7 @@ def test_a_kernel_that_ends_and_an_extension_that_is_loaded_again(open_notebook:
         board.area.get_by_text(AGAIN).first.wait_for(timeout=SLOW_S * 1000)
         board.wait(lambda: board.area.locator(".ampw-word").inner_text() == "no kernel", "it is not said that there is no kernel")
         enabled = board.area.locator(".ampw:not(.ampw-presenting) input:enabled")  # type and theme are the page's own
-board.wait(lambda enabled=enabled: enabled.count() == 0, "what does nothing can be changed")
+        board.wait(lambda enabled=enabled: enabled.count() == 0, "what does nothing can be changed")
         _wait_for_no_picture(board)
         notebook.screenshot(f"kernel-gone-{end}")
         if end == "die":  # JupyterLab says so in a dialog, and starts another

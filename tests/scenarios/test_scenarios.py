@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import string
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from amp_widgets.demos.prepared_scenario import Measured, Scenario, play
 from amp_widgets.demos.scenario_panel import ScenarioPanel
 from amp_widgets.demos.scenarios import SCENARIOS
 from amp_widgets.errors import DemoError, QuestionError, RunError
+from amp_widgets.language import set_language
 from amp_widgets.session import AmpSession
 from amp_widgets.widgets.scenario_control import BY_HAND, GUESS_FIRST, READY
 
@@ -183,6 +186,54 @@ def test_choosing_while_it_runs_ends_the_run(panel_of: Callable[[str], ScenarioP
     assert before.closed
     assert not panel.running
     assert (panel._measure.problem, panel._measure.note) == ("", GUESS_FIRST)
+
+
+def test_an_open_panel_follows_the_language(panel_of: Callable[[str], ScenarioPanel], monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(session: AmpSession, scenario: Scenario) -> Measured:
+        raise RunError("scenario: the scale was not doubled in 2 steps")
+
+    monkeypatch.setattr("amp_widgets.language._chosen", "en")
+    panel = panel_of("first-scale")
+    asked = panel.question.text
+    panel.question.guess(3)
+    panel.scenario = sleepless(panel.scenario, steps=2, measure=measure)
+    panel.run()
+    assert not panel.wait(60)
+    set_language("ko")
+    control = panel._choice
+    shown = (panel.question.text, panel.question.note, panel._measure.note, control.situation, control.watch)
+    assert all(re.search("[가-힣]", text) for text in shown)
+    assert panel._measure.problem.endswith("2스텝 동안 스케일이 두 배가 되지 않았습니다")
+    assert "scenario" not in panel._measure.problem
+    set_language("en")
+    assert panel.question.text == asked
+    assert panel._measure.problem == "It was not measured: the scale was not doubled in 2 steps"
+    assert panel._measure.note == READY.format(steps=2)
+
+
+def test_steps_done_are_never_more_than_there_are() -> None:
+    scenario = sleepless(SCENARIOS["first-scale"], steps=2)
+    with SCENARIOS["first-scale"].session(device="cpu") as session:
+
+        def on_step(step: int) -> None:
+            if step >= 2:
+                while session.step < 4:
+                    time.sleep(0.01)
+                session.stop()
+
+        with pytest.raises(RunError, match="stopped after 2 of 2 steps"):
+            play(scenario, session, on_step=on_step)
+
+
+def test_a_closed_panel_runs_no_more(panel_of: Callable[[str], ScenarioPanel]) -> None:
+    panel = panel_of("first-scale")
+    session = panel.session
+    panel.close()
+    for call in (panel.run, lambda: panel.choose("growth")):
+        with pytest.raises(RunError, match="it is closed"):
+            call()
+    assert panel.session is session
+    assert not panel.running
 
 
 # ---- how it is reached ----

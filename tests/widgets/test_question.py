@@ -17,6 +17,7 @@ from IPython.display import HTML, display
 
 import amp_widgets as aw
 from amp_widgets.errors import QuestionError
+from amp_widgets.language import set_language
 from amp_widgets.widgets.question import Answer, Question
 from amp_widgets.widgets.question_text import (
     GUESSED,
@@ -323,6 +324,91 @@ def test_numbers_of_all_kinds(measured: Any) -> None:
     question = aw.ask("?", unit="%")
     question.guess(88)
     assert question.reveal(measured).text == "You said 88 %; measured: 88 %. Right."
+
+
+@pytest.mark.parametrize("measured", [np.array(87.6), np.array([87.6]), np.float64(87.6)])
+def test_an_array_with_one_element_is_its_number(measured: Any) -> None:
+    question = aw.ask("?", unit="%")
+    question.guess(measured)
+    assert question.guessed == 87.6
+    assert question.reveal(measured).said == "You said 87.6 %; measured: 87.6 %."
+
+
+def test_a_tensor_is_its_number() -> None:
+    torch = pytest.importorskip("torch")
+    for value in (torch.tensor(0.25), torch.tensor([0.25]), torch.nn.Parameter(torch.tensor(0.25))):
+        question = aw.ask("?")
+        question.guess(value)
+        assert question.guessed == 0.25
+        assert question.reveal(value).said == "You said 0.25; measured: 0.25."
+    assert isinstance(read_guess(torch.tensor(3), "", ()), int)
+    for value in (torch.tensor(1j), torch.tensor([1.0, 2.0]), torch.tensor(True)):
+        with pytest.raises(QuestionError, match="expected a number"):
+            aw.ask("?").reveal(value)
+
+
+@pytest.mark.parametrize("value", [10**400, 1j, np.complex64(1), np.True_, np.zeros(2)])
+def test_what_is_no_number_is_refused_as_guess_and_as_measured(value: Any) -> None:
+    for call in (aw.ask("?").guess, aw.ask("?").reveal):
+        with pytest.raises(QuestionError, match="expected a number"):
+            call(value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "number"), [("65,536", 65536.0), ("1,000", 1000.0), ("-1,234,567.5", -1234567.5), ("2 * 1,024", 2048.0)]
+)
+def test_thousands_are_read_as_they_are_shown(typed: str, number: float) -> None:
+    assert read_guess(typed, "", ()) == number
+
+
+@pytest.mark.parametrize("typed", ["1,5", "0,125", "12,34", "1,0000", "1.5,000"])
+def test_other_commas_are_refused(typed: str) -> None:
+    with pytest.raises(QuestionError, match="expected a number"):
+        read_guess(typed, "", ())
+
+
+def test_what_is_counted_must_be_hit_whatever_it_came_as() -> None:
+    question = aw.ask("How many?", whole=True)
+    question.guess(100)
+    assert question.reveal(101.0).verdict == "Your guess is 1 too low."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"text": None}, "text: got None"),
+        ({"text": {"en": 1}}, "text: got"),
+        ({"unit": 5}, "unit: got 5"),
+        ({"choices": [1, 2]}, "choices: got .1, 2., expected a list of texts"),
+        ({"choices": "ab"}, "choices: got 'ab'"),
+        ({"within": "a"}, "within: got 'a'"),
+        ({"within": -1}, "within: got -1"),
+        ({"between": (0,)}, "between: got"),
+        ({"between": 5}, "between: got 5"),
+        ({"between": ("a", "b")}, "between: got"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        aw.ask(**{"text": "?", **arguments})
+
+
+def test_an_open_question_follows_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_widgets.language._chosen", "en")
+    yes, no = {"en": "yes", "ko": "예"}, {"en": "no", "ko": "아니요"}
+    question = aw.ask({"en": "Why?", "ko": "왜?"}, choices=[yes, no])
+    question.guess("no")
+    answer = question.reveal(yes, why={"en": "So.", "ko": "그래서."})
+    number = aw.ask("?")
+    number._ask({"guess": ""})
+    set_language("ko")
+    assert (question.text, question.choices, question.guessed, question.typed) == ("왜?", ["예", "아니요"], "아니요", "아니요")
+    assert (answer.why, "예" in answer.said, "yes" in answer.said, answer.waiting) == ("그래서.", True, False, "")
+    assert not re.search("[A-Za-z]{2}", question.note + answer.verdict + number.note)
+    assert "type a number" not in number.problem
+    set_language("en")
+    assert (question.text, question.guessed, answer.why, number.note) == ("Why?", "no", "So.", NO_GUESS)
+    assert answer.said == "You said no; measured: yes."
 
 
 def test_markup_is_shown_as_text_where_there_is_no_widget() -> None:
