@@ -27,7 +27,7 @@ from amp_widgets.errors import MagicError
 
 ROOT = Path(__file__).parent.parent
 KERNEL_PYTHON = os.environ.get("AMP_WIDGETS_KERNEL_PYTHON", sys.executable)
-PATIENCE_S = 30.0  # only ever waited for in full by a test that fails
+PATIENCE_S = 60.0  # only ever waited for in full by a test that fails
 MAGIC = """
     import sys
     from amp_widgets.cell import run_cell

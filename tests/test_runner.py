@@ -25,7 +25,7 @@ from amp_widgets.errors import RunError, SessionClosedError
 from amp_widgets.runner import Runner, Training
 from amp_widgets.session import AmpSession
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Gate:

@@ -4,8 +4,11 @@ The first pass after other layers were checkpointed is not like those that follo
 system is asked for anew, page by page, which can take as long as what is to be measured. So passes of one kind follow each
 other, and of each such row the first does not count.
 
-Layers that are alike, in what they are made of and in the shapes that they get and give, take the same time: each gets the median
-over all of them. A choice among layers whose times differ by chance alone would take those that were timed too short.
+Layers that are alike, in what they are made of and in the shapes that they get and give, take the same time: each gets that of
+all of them. A choice among layers whose times differ by chance alone would take those that were timed too short.
+
+What else a machine does makes a pass longer, never shorter, and does so for seconds on end. So passes that took much longer than
+the fastest of their kind do not count, and who times again later, with the same `LayerTimer`, has all of them to choose from.
 """
 
 from __future__ import annotations
@@ -92,17 +95,8 @@ class ExtraTimes:
         return dataclasses.replace(self, factor=factor, obtained=text)
 
 
-def extra_times(
-    loop: LiveLoop,
-    batch: Any,
-    loss_fn: LossFunction,
-    *,
-    verb: str,
-    together: Sequence[str] = (),
-    limit_s: float = 1.0,
-    check: Callable[[], None] = lambda: None,
-) -> ExtraTimes:
-    """Time the layers in some real forward and backward passes; model, optimizers and random states are as before afterwards.
+class LayerTimer:
+    """Times layers in some real forward and backward passes; model, optimizers and random states are as before afterwards.
 
     What is computed again with `together` checkpointed is timed where it is, in the backward pass. The pairs of whole passes,
     with and without, have the last word where most of them agree that it comes to more, or to less, than that.
@@ -113,60 +107,116 @@ def extra_times(
         As in `amp_widgets.analysis.trial.trial`.
     together
         Layers, none within another, to be checkpointed in every second row of passes.
-    limit_s
-        About so long it is timed, in seconds. A row of each kind there is always.
     check
         Called before each pass; what it raises ends it.
-
-    Raises
-    ------
-    RunError
-        As `trial` does.
     """
-    together = tuple(together)
-    with trial(loop, batch, loss_fn, verb=verb) as tried:
-        passes = _Passes(tried, loop, limit_s, check)
-        try:
-            pairs = passes.pairs(together)
-        except torch.OutOfMemoryError:  # without checkpointing
-            pairs = passes.alike(together)
-    counted = [plain.calls.seconds() for plain, _ in pairs]
-    names = dict.fromkeys(name for one in counted for name in one)
-    broken_off = {name for _, other in pairs for name in other.again.broken_off}
-    forward_s = _same_for_alike(_medians(counted), passes.kinds)
-    again_s = _medians([other.again.seconds() for _, other in pairs])
-    again_s = _same_for_alike(again_s, {name: (kind, name in broken_off) for name, kind in passes.kinds.items()})
-    in_full = again_s.keys() & forward_s.keys() - broken_off
-    whole_s = sum(forward_s[name] for name in in_full)
-    with torch.random.fork_rng(devices=[loop.device] if loop.device.type == "cuda" else []):
-        call_s = _call_s(loop.device)
-    return ExtraTimes(
-        forward_s=forward_s,
-        calls={name: max(len(one.get(name, ())) for one in counted) for name in names},
-        call_s=call_s,
-        again_s=again_s,
-        slower=sum(again_s[name] for name in in_full) / whole_s if whole_s > 0 else 1.0,
-        together_s=_together_s(pairs, call_s) if together else math.nan,
-        together=together,
-        obtained=(
-            f"layers timed on {loop.device} where they are computed again, or else in the forward pass, median of {len(counted)} "
-            f"real pass{'es' * (len(counted) > 1)}, plus {1e3 * call_s:.2f} ms for each call"
-        ),
-    )
+
+    def __init__(
+        self,
+        loop: LiveLoop,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        verb: str,
+        together: Sequence[str] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._loop = loop
+        self._batch = batch
+        self._loss_fn = loss_fn
+        self._verb = verb
+        self._together = tuple(together)
+        self._check = check
+        self._pairs: list[tuple[_Pass, _Pass]] = []
+        self._kinds: dict[str, Hashable] = {}  # of each layer; those that are alike have the same
+        self._all_checkpointed = False  # without, memory has run out
+        self.round_s = 0.0
+        """What the last round took, with the passes that do not count; seconds."""
+
+    @property
+    def passes(self) -> int:
+        """Passes that were timed, of each kind."""
+        return len(self._pairs)
+
+    @property
+    def pass_s(self) -> float:
+        """The fastest pass with no layer checkpointed, where there is memory for that."""
+        return min(plain.whole_s() for plain, _ in self._pairs)
+
+    def time(self, *, limit_s: float = 1.0, longest_s: float = 0.0) -> ExtraTimes:
+        """Time them, once more if they were timed before; all counts together.
+
+        Parameters
+        ----------
+        limit_s
+            About so long, in seconds. A row of passes of each kind there is always.
+        longest_s
+            So long it may take to have two rows of each kind.
+
+        Raises
+        ------
+        RunError
+            As `trial` does.
+        """
+        with trial(self._loop, self._batch, self._loss_fn, verb=self._verb) as tried:
+            passes = _Passes(tried, self._loop, limit_s, longest_s, self._check, self._kinds)
+            try:
+                found = None if self._all_checkpointed else passes.pairs(self._together)
+            except torch.OutOfMemoryError:
+                found = None
+            if found is None:
+                self._all_checkpointed = True
+                self._pairs = [pair for pair in self._pairs if pair[0] is pair[1]]
+                found = passes.alike(self._together)
+        self.round_s = passes.round_s
+        self._pairs += found
+        return self._times()
+
+    def _times(self) -> ExtraTimes:
+        loop, together, kinds = self._loop, self._together, self._kinds
+        pairs = _undisturbed(self._pairs)
+        counted = [plain.calls.seconds() for plain, _ in pairs]
+        names = dict.fromkeys(name for one in counted for name in one)
+        broken_off = {name for _, other in pairs for name in other.again.broken_off}
+        forward_s = _same_for_alike(counted, kinds)
+        again_s = _same_for_alike(
+            [other.again.seconds() for _, other in pairs], {name: (kind, name in broken_off) for name, kind in kinds.items()}
+        )
+        in_full = again_s.keys() & forward_s.keys() - broken_off
+        whole_s = sum(forward_s[name] for name in in_full)
+        with torch.random.fork_rng(devices=[loop.device] if loop.device.type == "cuda" else []):
+            call_s = _call_s(loop.device)
+        return ExtraTimes(
+            forward_s=forward_s,
+            calls={name: max(len(one.get(name, ())) for one in counted) for name in names},
+            call_s=call_s,
+            again_s=again_s,
+            slower=sum(again_s[name] for name in in_full) / whole_s if whole_s > 0 else 1.0,
+            together_s=_together_s(pairs, call_s) if together else math.nan,
+            together=together,
+            obtained=(
+                f"layers timed on {loop.device} where they are computed again, or else in the forward pass, median of "
+                f"{len(counted)} real pass{'es' * (len(counted) > 1)}, plus {1e3 * call_s:.2f} ms for each call"
+            ),
+        )
 
 
-def _medians(passes: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Of each layer, of the sums of its calls."""
-    names = dict.fromkeys(name for one in passes for name in one)
-    return {name: statistics.median(sum(one.get(name, ())) for one in passes) for name in names}
+def _undisturbed(pairs: Sequence[tuple[_Pass, _Pass]]) -> list[tuple[_Pass, _Pass]]:
+    """The pairs of which neither pass took much longer than the fastest of its kind; else the pair that took least."""
+    fastest_s = min(plain.whole_s() for plain, _ in pairs), min(other.whole_s() for _, other in pairs)
+    found = [
+        pair for pair in pairs if all(one.whole_s() <= _DISTURBED * least_s for one, least_s in zip(pair, fastest_s, strict=True))
+    ]
+    return found or [min(pairs, key=lambda pair: pair[0].whole_s() + pair[1].whole_s())]
 
 
-def _same_for_alike(seconds: Mapping[str, float], kinds: Mapping[str, Hashable]) -> dict[str, float]:
-    """The median over all layers of a kind, for each of them."""
+def _same_for_alike(passes: Sequence[Mapping[str, Sequence[float]]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
+    """Of each layer, what all its calls in a pass take: the median over all passes and all layers of its kind."""
     of_kind: dict[Hashable, list[float]] = {}
-    for name, one in seconds.items():
-        of_kind.setdefault(kinds.get(name, name), []).append(one)
-    return {name: statistics.median(of_kind[kinds.get(name, name)]) for name in seconds}
+    names = dict.fromkeys(name for one in passes for name in one)
+    for name in names:
+        of_kind.setdefault(kinds.get(name, name), []).extend(sum(one[name]) for one in passes if name in one)
+    return {name: statistics.median(of_kind[kinds.get(name, name)]) for name in names}
 
 
 def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
@@ -175,13 +225,21 @@ def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
     more_s = [other.whole_s() - plain.whole_s() for plain, other in pairs if plain is not other]
     if not more_s:
         return again_s or math.nan
+    if again_s <= 0:
+        return statistics.median(more_s)
+    if len(more_s) < _CONTRADICT:
+        return again_s
     low, high = np.quantile(more_s, (0.25, 0.75)).tolist()
-    return float(min(max(again_s, low), high)) if again_s > 0 else statistics.median(more_s)
+    return float(min(max(again_s, low), high))
 
 
 _MOST_ROUNDS = 6
 _IN_A_ROW = 2
 """Passes of a kind that count, one after the other, as long as there is time."""
+_CONTRADICT = 4
+"""Fewer pairs differ by what else the machine did."""
+_DISTURBED = 1.25
+"""A pass that took more than so many times the fastest one had to share the machine."""
 _REPETITIONS = 12
 _LEAST_FACTOR = 0.05
 """On a machine that is busy with something else, passes that do more may take less time; what costs nothing would be chosen."""
@@ -226,15 +284,24 @@ class _Calls:
 class _Passes:
     """Runs passes of a kind, the first of which does not count."""
 
-    def __init__(self, tried: Trial, loop: LiveLoop, limit_s: float, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tried: Trial,
+        loop: LiveLoop,
+        limit_s: float,
+        longest_s: float,
+        check: Callable[[], None],
+        kinds: dict[str, Hashable],
+    ) -> None:
         self._tried = tried
         self._limit_s = limit_s
+        self._longest_s = max(limit_s, longest_s)
         self._begun_s = time.perf_counter()
         self._check = check
         self._autocast = loop.settings.autocast
         self._names = {id(module): name for name, module in named_layers(tried.model).items()}
-        self.kinds: dict[str, Hashable] = {}
-        """Of each layer; those that are alike have the same."""
+        self._kinds = kinds
+        self.round_s = 0.0
         self._now: Callable[[], Any] = _event if loop.device.type == "cuda" else time.perf_counter
 
     def pairs(self, names: Sequence[str]) -> list[tuple[_Pass, _Pass]]:
@@ -251,10 +318,11 @@ class _Passes:
         return self._rounds(lambda: [(each, each) for each in self._row(names)])
 
     def _rounds(self, run: Callable[[], list[tuple[_Pass, _Pass]]]) -> list[tuple[_Pass, _Pass]]:
-        """One, and more while at least half of the next is within the limit."""
+        """One, and more while at least half of the next is within the limit, which is a longer one for the second."""
         found = run()
+        self.round_s = self._passed_s
         for done in range(1, _MOST_ROUNDS):
-            if self._passed_s * (1 + 0.5 / done) > self._limit_s:
+            if self._passed_s * (1 + 0.5 / done) > (self._limit_s if done > 1 else self._longest_s):
                 break
             found += run()
         return found
@@ -263,7 +331,7 @@ class _Passes:
         self._tried.checkpoint(names)
         self._run()
         row = [self._run()]
-        while len(row) < _IN_A_ROW and self._passed_s < self._limit_s:
+        while len(row) < _IN_A_ROW and self._passed_s < self._longest_s:
             row.append(self._run())
         return row
 
@@ -275,8 +343,8 @@ class _Passes:
         self._check()
         self._tried.begin()
         calls, again = _Calls(), _Calls()
-        first = not self.kinds  # which does not count
-        noted = noting_kinds(self._names, self.kinds) if first else contextlib.nullcontext()
+        first = not self._kinds  # which does not count
+        noted = noting_kinds(self._names, self._kinds) if first else contextlib.nullcontext()
         with noted, _timed(self._names, self._now, calls, again), _timed_again(self._names, self._now, again) as recomputes:
             begin = self._now()
             check_loss(self._tried.forward(self._autocast)).backward()

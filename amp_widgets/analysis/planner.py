@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 
 from amp_widgets.analysis.choice import Choice, ChosenBy, chosen_by
 from amp_widgets.analysis.corners import all_layers
-from amp_widgets.analysis.extra_time import ExtraTimes, extra_times
+from amp_widgets.analysis.extra_time import ExtraTimes, LayerTimer
 from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
 from amp_widgets.analysis.loop_memory import NOTHING_BESIDES, Expected, besides_of, newest_peaks
 from amp_widgets.analysis.peak_model import PeakModel, first_step_peak
@@ -103,8 +104,13 @@ _SEARCH_S, _LEAST_S, _CURVE_S = 1.0, 1.0, 0.1
 """For one choice."""
 _TIMED_UNTIL_S = 1.5
 """So long after the beginning, layers are timed. With many layers each prediction takes long, and there is less time for it."""
+_TIMED_TWICE_S = 6.0
+"""Where steps take long, they are timed for so long: a machine that does something else may do so for seconds."""
+_ENOUGH_PASSES, _ROUND_S, _WHOLE_S = 16, 2.5, 4.5
+"""With each plan they are timed once more until there are so many passes, if that takes no longer, and the plan no longer."""
 _PREDICTING_S = 3.0
-"""So long after the beginning, peaks on which nothing depends are estimated and no longer predicted."""
+"""So long after the beginning, peaks on which nothing depends are estimated and no longer predicted; timing beyond that for
+which there is always time does not count."""
 _LIKELY = 1.02
 """A set whose estimate is above the budget by more than this factor is not tried."""
 _HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
@@ -124,7 +130,7 @@ class Planner:
         self._learned_for: object = None
         self._step_s = 0.0  # for predicting one
         self._budget = math.nan
-        self._begun_s = 0.0
+        self._begun_s = self._timed_s = 0.0
         self._besides = NOTHING_BESIDES
 
     def plan(self, budget_bytes: float, *, cancelled: Callable[[], bool] = lambda: False) -> Plan:
@@ -142,10 +148,13 @@ class Planner:
         self._budget = checked_budget(budget_bytes, "plan")
         self._cancelled = cancelled
         self._begun_s = time.perf_counter()
+        self._timed_s = 0.0
         settings = self._loop.settings
         if self._learned_for != (settings.autocast, settings.fp32_layers):
             self._learn()
             self._learned_for = settings.autocast, settings.fp32_layers
+        elif self._timer.passes < _ENOUGH_PASSES and self._timer.round_s < _ROUND_S:
+            self._time()
         self._compare_with_run()
         self._named["yours"] = settings.checkpointed
         self._chosen_by: ChosenBy = chosen_by()
@@ -159,6 +168,7 @@ class Planner:
         if best is not None:
             best = self._improved(best)
         chosen = least if best is None else best
+        self._time_once_more()
         points = self._points(chosen)
         return Plan(
             layers=chosen,
@@ -187,12 +197,8 @@ class Planner:
         self._besides = NOTHING_BESIDES
         self._learn_peaks()
         everything = all_layers(layers)
-        limit_s = max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0)
-        times = extra_times(
-            loop, self._batch, self._loss_fn, verb="plan", together=everything, limit_s=limit_s, check=self._check
-        )
-        self._times: ExtraTimes = times.scaled(self._model.spared)
-        self._learn_choice()
+        self._timer = LayerTimer(loop, self._batch, self._loss_fn, verb="plan", together=everything, check=self._check)
+        self._time(limit_s=max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0), longest_s=_TIMED_TWICE_S)
         parts = [name for name in everything if name in self._model.names]
         root = max(2, math.ceil(math.sqrt(len(parts))))
         self._named: dict[str, Layers] = {
@@ -201,6 +207,28 @@ class Planner:
             "every second": tuple(parts[::2]),
             "√n": tuple(part for at, part in enumerate(parts) if at % root),  # every √n-th keeps what it holds
         }
+
+    def _time(self, *, limit_s: float = 0.0, longest_s: float = 0.0) -> None:
+        """Time the layers, once more if they were timed before."""
+        begun_s = time.perf_counter()
+        self._times: ExtraTimes = self._timer.time(limit_s=limit_s, longest_s=longest_s).scaled(self._model.spared)
+        self._timed_s += time.perf_counter() - begun_s
+        self._pass_s = self._timer.pass_s
+        self._learn_choice()
+
+    def _time_once_more(self) -> None:
+        """If there is time for it: where all passes before were slow, for what else the machine did, the layers were, too.
+
+        All by the same factor, so that what was chosen as the cheapest still is.
+        """
+        passed_s = time.perf_counter() - self._begun_s
+        if self._timer.passes >= _ENOUGH_PASSES or passed_s + self._timer.round_s > _WHOLE_S:
+            return
+        self._timer.time(limit_s=0.0)
+        self._timed_s += self._timer.round_s
+        faster = self._timer.pass_s / self._pass_s
+        self._pass_s = self._timer.pass_s
+        self._times = dataclasses.replace(self._times, factor=self._times.factor * faster)
 
     def _learn_peaks(self) -> None:
         """Predict a step with no layer checkpointed, with gradients kept or not."""
@@ -373,7 +401,7 @@ class Planner:
 
     def _point(self, label: str, names: Layers) -> PlanPoint:
         key = self._ordered(names)
-        passed_s = time.perf_counter() - self._begun_s
+        passed_s = time.perf_counter() - self._begun_s - max(0.0, self._timed_s - _TIMED_UNTIL_S)
         limit_s = _PREDICTING_S if self._feasible else _PREDICTING_S / 2  # the rest is for what else would help
         if key not in self._peaks and passed_s + self._step_s < limit_s and self._steps.because is None:
             self._peak(key)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_widgets.analysis import extra_time
-from amp_widgets.analysis.extra_time import extra_times
+from amp_widgets.analysis.extra_time import LayerTimer
 from amp_widgets.analysis.layer_kinds import module_kind, noting_kinds
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import named_layers
@@ -78,7 +78,8 @@ def test_layers_that_are_alike_take_the_same_time(monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(*(Block(4, repeats=repeats) for repeats in (1, 1, 3, 1)))
     with AmpSession(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
         batch = torch.randn(2, 4), torch.zeros(2, dtype=torch.long)
-        times = extra_times(session, batch, nn.functional.cross_entropy, verb="plan", together=("0", "1", "2", "3"), limit_s=0.0)
+        timer = LayerTimer(session, batch, nn.functional.cross_entropy, verb="plan", together=("0", "1", "2", "3"))
+        times = timer.time(limit_s=0.0)
     assert times.forward_s["0"] == times.forward_s["1"] == times.forward_s["3"] < times.forward_s["2"]
     assert times.again_s["0"] == times.again_s["1"] == times.again_s["3"] != times.again_s["2"]
     assert times.cost_s("0") == times.cost_s("3")

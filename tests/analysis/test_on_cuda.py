@@ -223,22 +223,41 @@ def test_recurrent_layers_are_taken_step_by_step(kind: type[nn.RNNBase]) -> None
 
 
 class Decoder(nn.Module):
-    def __init__(self, **causal: bool) -> None:
+    def __init__(self, mask: Callable[[torch.Tensor], torch.Tensor], **causal: bool) -> None:
         super().__init__()
         layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
-        self.layers, self.head, self.causal = nn.TransformerDecoder(layer, 1), nn.Linear(16, 4), causal
+        self.layers, self.head, self.mask, self.causal = nn.TransformerDecoder(layer, 1), nn.Linear(16, 4), mask, causal
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        output: torch.Tensor = self.head(self.layers(x, x, tgt_mask=mask, **self.causal)[:, -1])
+        output: torch.Tensor = self.head(self.layers(x, x, tgt_mask=self.mask(x), **self.causal)[:, -1])
         return output
 
 
-def test_a_mask_that_torch_looks_into_is_refused_with_what_helps() -> None:
+def causal(x: torch.Tensor) -> torch.Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+
+
+def of_the_inputs(x: torch.Tensor) -> torch.Tensor:
+    return x[0] @ x[0].T > 0
+
+
+def test_a_mask_that_torch_looks_into_is_known_as_one_that_is_told() -> None:
     batch = torch.randn(5, 7, 16), torch.randint(4, (5,))
-    with session(Decoder()) as ours, pytest.raises(RunError, match=r"whether it is causal.*pass tgt_is_causal=True or False"):
+    found = []
+    for model in (Decoder(causal), Decoder(causal, tgt_is_causal=True), Decoder(causal, tgt_is_causal=False)):
+        with session(model) as ours:
+            found.append(predict_on_cuda(ours, batch, F.cross_entropy))
+    known, told, otherwise = found
+    assert known == told
+    assert known.tensor_peak_bytes != otherwise.tensor_peak_bytes
+
+
+def test_a_mask_of_unknown_numbers_is_refused_with_what_helps() -> None:
+    batch = torch.randn(5, 7, 16), torch.randint(4, (5,))
+    said = r"whether it is causal.*pass tgt_is_causal=True or False"
+    with session(Decoder(of_the_inputs)) as ours, pytest.raises(RunError, match=said):
         predict_on_cuda(ours, batch, F.cross_entropy)
-    with session(Decoder(tgt_is_causal=True)) as ours:
+    with session(Decoder(of_the_inputs, tgt_is_causal=False)) as ours:
         assert predict_on_cuda(ours, batch, F.cross_entropy).tensor_peak_bytes > 0
 
 

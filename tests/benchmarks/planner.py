@@ -6,9 +6,10 @@ greedily by bytes per second that also fits. The extra time that was predicted a
 machine the times say little.
 
 The extra time is measured as a run has it: steps of one way follow each other in a row, of which the first ones do not count, as
-they ask the operating system for pages that the way before has given back. The rows of all ways take turns, and what a way takes
-more in a round is the difference of the medians of two rows. Of all rounds the mean is shown, with its standard error: where the
-prediction is off by more than 25 %, but by less than two of these errors, it cannot be told from noise.
+they ask the operating system for pages that the way before has given back. The rows of all ways take turns. What another program
+does makes steps longer, now and then several times as long and for seconds, and never shorter: so the lower quartiles of all
+steps of two ways are compared. The standard error is that over the rounds, by resampling: where the prediction is off by more
+than 25 %, but by less than two of these errors, it cannot be told from noise.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +37,8 @@ from amp_widgets.session import AmpSession
 TABLES = ("budgets", "times", "many")
 BUDGETS = 10
 Batch = tuple[Any, Any]
+Rows = npt.NDArray[np.float64]
+"""Seconds of the steps that count, shape (rounds, steps)."""
 
 
 def session_on(model: nn.Module) -> AmpSession:
@@ -135,18 +139,30 @@ def step_s(session: AmpSession, batch: Batch, loss_fn: Any) -> float:
     return time.perf_counter() - begun_s
 
 
-NOT_COUNTED, IN_A_ROW = 2, 4
+NOT_COUNTED, IN_A_ROW = 2, 6
 """Steps at the beginning of a row, and those after them."""
 MOST_OFF = 0.25
 """By how much of what was measured a prediction may be off."""
 
 
-def row_s(session: AmpSession, batch: Batch, loss_fn: Any, layers: tuple[str, ...]) -> float:
-    """The median step of a row with these layers checkpointed."""
+def row_s(session: AmpSession, batch: Batch, loss_fn: Any, layers: tuple[str, ...]) -> list[float]:
+    """The steps of a row with these layers checkpointed."""
     session.request(checkpointed=layers)
     session.apply_pending()
     row = [step_s(session, batch, loss_fn) for _ in range(NOT_COUNTED + IN_A_ROW)]
-    return statistics.median(row[NOT_COUNTED:])
+    return row[NOT_COUNTED:]
+
+
+def more_s(plain: Rows, other: Rows) -> tuple[float, float]:
+    """What the steps of these rows take more, and its standard error."""
+
+    def quartile_s(rows: Rows) -> float:
+        return float(np.quantile(rows, 0.25))
+
+    generator = np.random.default_rng(0)
+    drawn = [generator.integers(len(plain), size=len(plain)) for _ in range(1000)]
+    differences = [quartile_s(other[rounds]) - quartile_s(plain[rounds]) for rounds in drawn]
+    return quartile_s(other) - quartile_s(plain), float(np.std(differences))
 
 
 def verdict(predicted_s: float, measured_s: float, error_s: float) -> str:
@@ -172,11 +188,10 @@ def times_table(rounds: int) -> None:
             none, least = planner.plan(1e15).predicted_peak_bytes, planner.plan(1.0).least_peak_bytes
             plans = [planner.plan(least + share * (none - least)) for share in (0.0, 0.3, 0.6)]
             ways: list[tuple[str, ...]] = [(), *(each.layers for each in plans)]
-            taken_s = [[row_s(session, batch, loss_fn, layers) for layers in ways] for _ in range(rounds)]
-            plain_s = statistics.median(row[0] for row in taken_s)
+            taken_s = np.array([[row_s(session, batch, loss_fn, layers) for layers in ways] for _ in range(rounds)])
+            plain_s = float(np.median(taken_s[:, 0]))
             for way, found in enumerate(plans, 1):
-                more_s = [row[way] - row[0] for row in taken_s]
-                measured_s, error_s = statistics.fmean(more_s), statistics.stdev(more_s) / math.sqrt(rounds)
+                measured_s, error_s = more_s(taken_s[:, 0], taken_s[:, way])
                 predicted_s = found.predicted_extra_s
                 print(
                     f"{name:9} {1e3 * plain_s:5.0f} ms {memory_text(found.budget_bytes):>9} {len(found.layers):6} "

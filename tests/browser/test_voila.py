@@ -51,7 +51,7 @@ def page_of_lesson(tmp_path: Path, in_ci: bool) -> Iterator[str]:
         yield address
     finally:
         server.terminate()  # it ends its kernels
-        server.wait(30)
+        server.wait(60)
 
 
 @pytest.mark.timeout(240)

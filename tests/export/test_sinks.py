@@ -78,7 +78,7 @@ class TestFollower:
         sink.write = lambda rows, events: (write(rows, events), told.set())  # type: ignore[method-assign,return-value,func-returns-value]
         follower = SinkFollower(sink, source, facts={}, every_s=0.01)
         source.train(1)
-        assert told.wait(20)
+        assert told.wait(60)
         assert sink.threads == {"logging to a notebook"}
         follower.close()
 
@@ -131,7 +131,7 @@ class TestFollower:
         del source
         gc.collect()
         assert gone() is None
-        follower._thread.join(20)
+        follower._thread.join(60)
         assert follower.closed
         assert sink.now["steps"] == [0, 1]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent.parent
-PATIENCE_S = 20.0  # only ever waited for in full by a test that fails
+PATIENCE_S = 60.0  # only ever waited for in full by a test that fails
 
 
 class Page:

@@ -389,7 +389,7 @@ class TestThreads:
         assert meter.end().peak_bytes == 32 + 4000
 
     def test_two_meters_on_two_threads(self, model: nn.Linear) -> None:
-        barrier = threading.Barrier(2, timeout=20)
+        barrier = threading.Barrier(2, timeout=60)
 
         def run(count: int) -> None:
             meter = CpuMeter(model, [])
