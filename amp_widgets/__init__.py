@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_widgets.charts.own_figure import figure_view
     from amp_widgets.core.settings import Settings
     from amp_widgets.demos import demo, scenario
     from amp_widgets.recorded_run import open_run
@@ -29,6 +30,7 @@ __all__ = [
     "ask",
     "compare_runs",
     "demo",
+    "figure_view",
     "load_ipython_extension",
     "open_run",
     "present",
@@ -44,6 +46,7 @@ _HOMES = {
     "ask": "amp_widgets.widgets.question",
     "compare_runs": "amp_widgets.runs_comparison",
     "demo": "amp_widgets.demos",
+    "figure_view": "amp_widgets.charts.own_figure",
     "open_run": "amp_widgets.recorded_run",
     "present": "amp_widgets.widgets.presenting_control",
     "scenario": "amp_widgets.demos",

@@ -17,7 +17,7 @@ from amp_widgets.cell import run_cell
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import MissingExtraError, RecordingError, SettingsError
-from amp_widgets.language import in_language
+from amp_widgets.language import in_language, say
 from amp_widgets.session import AmpSession
 from amp_widgets.widgets.picture import Picture
 
@@ -131,7 +131,7 @@ class CapturedCell:
             try:
                 session.memory_budget = self._budget
             except SettingsError as error:
-                print(in_language(f"%amp budget: refused: {error}"))
+                print(say("%amp budget: refused: {why}", why=in_language(str(error))))
         return session
 
     def _found(self, loop: LiveLoop) -> None:
@@ -147,12 +147,12 @@ class CapturedCell:
             try:
                 loop.record(path)
             except RecordingError as error:
-                print(in_language(f"%amp record: refused: {error}"))
+                print(say("%amp record: refused: {why}", why=in_language(str(error))))
         for changes, at_step in self._requests:
             try:
                 _ask(loop, changes, at_step)
             except SettingsError as error:  # only now that the model is known; the dashboard says it too, until the next change
-                print(in_language(f"%amp set: refused: {error}"))
+                print(say("%amp set: refused: {why}", why=in_language(str(error))))
         self._requests.clear()  # a second model in the cell is another story
         self._shown = True
         try:
@@ -198,7 +198,9 @@ class CapturedCell:
             return
         why = capture.why_not
         if why is None and self._model_name is not None:
-            why = f"no model named {self._model_name!r} was trained; these were: {', '.join(capture.names) or 'none'}"
+            why = f"no model named {self._model_name!r} was trained, nor another one"
+            if capture.names:
+                why = f"no model named {self._model_name!r} was trained; these were: {', '.join(capture.names)}"
         self._say(f"amp_widgets: nothing to control in this cell: {why or 'no optimizer has stepped'}.")
 
 

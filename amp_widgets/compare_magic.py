@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from amp_widgets.cell_views import CellViews
@@ -55,4 +56,9 @@ class Compare:
 
     def _named(self, word: str) -> Any:
         value = self._shell.user_ns.get(word)
-        return word if value is None or isinstance(value, type) or not hasattr(value, "settings") else value
+        if value is not None and not isinstance(value, type) and hasattr(value, "settings"):
+            return value
+        if value is not None and not os.path.exists(word):
+            kind = type(value).__name__
+            raise MagicError(f"%amp compare: got {word!r}, here a {kind}, expected a run or a session, or the path of a run file")
+        return word

@@ -7,6 +7,7 @@ What is kept, such as events, errors and files, stays English, and is put into t
   properties and its table for programs are English. A ``<repr of an object>`` in angle brackets is for programmers, and English.
 * An error is English in its `str`, in logs and in tracebacks, where it can be searched for. The dashboard and ``%amp`` show it in
   the language; below the traceback of a cell it is said in the language, too, where the extension is loaded.
+* What a user wrote, such as a note among the events, is data, and stays as it is: `reason_in_language`.
 * Dashboards and views that are open follow a change of the language: `follow_language`.
 """
 
@@ -15,14 +16,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gettext
+import io
 import json
 import locale
 import os
 import re
+import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from amp_widgets.errors import LanguageError
 
@@ -42,12 +46,17 @@ class Catalogue:
         English → translated; where that depends on a number, the key is ``(one, which form)``.
     form
         A number → which form it takes.
+    plurals
+        English in the plural → in the singular, of the texts that depend on a number.
     """
 
-    def __init__(self, messages: Mapping[Any, str], form: Any = lambda count: 0) -> None:
+    def __init__(
+        self, messages: Mapping[Any, str], form: Any = lambda count: 0, plurals: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._messages = messages
         self._form = form
-        self._known: dict[str, _Told | None] = {}
+        self._plurals = plurals
+        self._known: dict[tuple[str, bool], _Told | None] = {}
         self._cuts: dict[str, tuple[str, str, _Told | None]] = {}
 
     def text(self, english: str) -> str:
@@ -63,22 +72,23 @@ class Catalogue:
 
         That is one text, or several with something between them, whichever leaves less of it as it was.
         """
-        told = self._told(english)
+        told = self._told(english, words=_LIST_OF_NAMES.fullmatch(english) is not None)
         return None if told is None or not _says_enough(told, english) else told.text
 
-    def _told(self, english: str) -> _Told | None:
-        if english not in self._known:
+    def _told(self, english: str, *, words: bool = False) -> _Told | None:
+        key = english, words
+        if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            whole, parts = self._whole(english), self._parts(english)
-            self._known[english] = self._better(parts, whole) if re.search(r"\n|\. ", english) else self._better(whole, parts)
-        return self._known[english]
+            whole, parts = self._whole(english), self._parts(english, words)
+            self._known[key] = self._better(parts, whole) if re.search(r"\n|\. ", english) else self._better(whole, parts)
+        return self._known[key]
 
     def _whole(self, english: str) -> _Told | None:
         """One text of the catalogue: of the few that fit with most text of their own, the one that says most with its values."""
         known = self._sayings.get(english)
         if known:
-            return _Told(known, _letters(english))
+            return _Told.literally(known, _letters(english))
         best, fitting = None, 0
         for template in self._templates:
             found = template.pattern.fullmatch(english) if template.longest in english else None
@@ -86,58 +96,70 @@ class Catalogue:
                 texts = found.groupdict()
                 for name, after in template.neighbours:
                     if not texts[after]:
-                        texts[name], texts[after] = self._apart(texts[name])
-                values = {name: self._value(text, word=name in _WORDS) for name, text in texts.items()}
+                        texts[name], texts[after], _ = self._cut(texts[name])
+                values = {
+                    name: self._value(text, words=name in template.words, named=name == template.of_what)
+                    for name, text in texts.items()
+                }
                 text = template.translated.format(**{name: value.text for name, value in values.items()})
-                best = self._better(best, _Told(text, template.letters + sum(value.letters for value in values.values())))
+                best = self._better(best, _Told.together([_Told.literally("", template.letters), *values.values()]).named(text))
                 fitting += 1
                 if fitting == MOST_FITTING:
                     break
         return best
 
-    def _parts(self, english: str) -> _Told | None:
+    def _parts(self, english: str, words: bool) -> _Told | None:
         """Several of them, or one with a full stop that is not of it."""
         best = None
         if english.endswith(".") and not english.endswith(".."):
-            one = self._told(english[:-1])
-            best = None if one is None else _Told(one.text + ".", one.letters)
+            one = self._told(english[:-1], words=words)
+            best = None if one is None else one._replace(text=one.text + ".")
         for between in ("\n", ". ", "; ", ", ", ": ", " + ", " · "):
             parts = english.split(between)
             if len(parts) > 1:
                 stop = "." if between == ". " else ""
-                told = [self._part(part, stop if place < len(parts) - 1 else "") for place, part in enumerate(parts)]
+                may_be_words = words or between in ("\n", ". ")
+                told = [
+                    self._part(part, stop if place < len(parts) - 1 else "", words=may_be_words)
+                    for place, part in enumerate(parts)
+                ]
                 joint = " " if between == ". " else between
-                best = self._better(best, _Told(joint.join(one.text for one in told), sum(one.letters for one in told)))
+                best = self._better(best, _Told.together(told).named(joint.join(one.text for one in told)))
         return best
 
-    def _part(self, part: str, stop: str) -> _Told:
-        """A part translated, if it can be, with the full stop that it was cut off from."""
-        alone, with_stop = self._told(part), self._told(part + stop) if stop else None
-        ended = None if alone is None else _Told(alone.text + stop, alone.letters)
+    def _part(self, part: str, stop: str, *, words: bool) -> _Told:
+        """A part translated, if it can be, with the full stop that it was cut off from. A single word may be a name."""
+        if not words and _NAME.fullmatch(part):
+            return _Told(part + stop, 0)
+        alone, with_stop = self._told(part, words=words), self._told(part + stop) if stop else None
+        ended = None if alone is None else alone._replace(text=alone.text + stop)
         return self._better(ended, with_stop) or _Told(part + stop, 0)
 
-    def _value(self, text: str, *, word: bool = False) -> _Told:
+    def _value(self, text: str, *, words: bool = False, named: bool = False) -> _Told:
         """What stands for a placeholder, or for several in a row, may be made of texts of the catalogue, too.
 
-        A single word is taken for a name, such as a layer's, unless the placeholder says that it is a `word`.
+        A single word is taken for a name, such as a layer's or what has to be typed, and several with commas for names, unless
+        the placeholder says that they are `words`. It is a name for sure where it is `named` by the text.
         """
-        if not re.search(r"[A-Za-z]{2}", text) or not (word or re.search(r"\w\W+\w", text)):
+        if not re.search(r"[A-Za-z]{2}", text):
             return _Told(text, 0)
+        if not words and _NAME.fullmatch(text):
+            return _Told(text, 0, names=_letters(_NAMES.sub("", text)) if named else 0)
+        if not words and _LIST_OF_NAMES.fullmatch(text):
+            listed = re.sub("|".join(_BETWEEN_NAMES), lambda joint: self.text(joint[0]), text)
+            return _Told(listed, 0, names=_letters(_NAMES.sub("", text)))
         inner = text.strip()
         if inner != text and text not in self._sayings:
-            begin, told = text.index(inner), self._value(inner, word=word)
-            around = _Told(text[:begin] + told.text + text[begin + len(inner) :], told.letters)
+            begin, told = text.index(inner), self._value(inner, words=words)
+            around = told._replace(text=text[:begin] + told.text + text[begin + len(inner) :])
             return self._better(around, self._whole(text)) or around
-        best = self._better(self._cut(text)[2], self._told(text))
+        words = words and _LIST_OF_WORDS.fullmatch(text) is not None
+        best = self._better(self._cut(text)[2], self._told(text, words=words))
         return best if best is not None and _says_enough(best, text) else _Told(text, 0)
-
-    def _apart(self, text: str) -> tuple[str, str]:
-        head, tail, _ = self._cut(text)
-        return head, tail
 
     def _cut(self, text: str) -> tuple[str, str, _Told | None]:
         """A text cut where a text of the catalogue begins that goes to its end, such as ``; did you mean 'fp16'?``; and what
-        both parts are in the language."""
+        both parts are in the language. Of cuts that say as much the last counts: what follows is not a part of what is before."""
         if text in self._cuts:
             return self._cuts[text]
         if len(self._cuts) >= MOST_KNOWN:
@@ -145,11 +167,12 @@ class Catalogue:
         cuts = {at for place in _MAY_BEGIN.finditer(text) for at in (place.start(), place.start() + (place[0][0] == " ")) if at}
         found: tuple[str, str, _Told | None] = text, "", None
         for at in sorted(cuts):
-            after = self._whole(text[at:])
-            if after is not None:
+            after = None if _NAME.fullmatch(text[at:]) else self._whole(text[at:])
+            if after is not None and after.letters >= LEAST_LETTERS:
                 before = self._value(text[:at])
-                told = _Told(before.text + after.text, before.letters + after.letters)
-                if found[2] is None or told.letters > found[2].letters:
+                told = _Told.together([before, after]).named(before.text + after.text)
+                with_joint = text[at - 1] != " "
+                if found[2] is None or told.says > found[2].says or (with_joint and told.says == found[2].says):
                     found = text[:at], text[at:], told
         self._cuts[text] = found
         return found
@@ -157,7 +180,7 @@ class Catalogue:
     @staticmethod
     def _better(one: _Told | None, other: _Told | None) -> _Told | None:
         """Of two the one that says more of it; the first where both say as much, and neither where they say nothing."""
-        best = one if other is None or (one is not None and one.letters >= other.letters) else other
+        best = one if other is None or (one is not None and one.says >= other.says) else other
         return best if best is not None and best.letters else None
 
     @functools.cached_property
@@ -165,6 +188,7 @@ class Catalogue:
         """The texts that may be a sentence or a part of one; also without what joins them to the part before."""
         texts = {english: text for english, text in self._messages.items() if isinstance(english, str)}
         texts |= {key[0]: text for key, text in self._messages.items() if isinstance(key, tuple)}
+        texts |= {many: self._messages[one, self._form(2)] for many, one in self._plurals.items()}
         for english, text in [*texts.items()]:
             joint = _JOINT.match(english)
             if joint is not None and text.startswith(joint[0]):
@@ -179,18 +203,43 @@ class Catalogue:
 
 
 class _Told(NamedTuple):
-    """A translation, and how many letters of what was translated are of the catalogue."""
+    """A translation, and what of the English is in it: letters of texts of the catalogue; the sum of the squares of how many each
+    of these texts has, which is more where they are few and long; and letters of names."""
 
     text: str
     letters: int
+    squares: int = 0
+    names: int = 0
+
+    @staticmethod
+    def literally(text: str, letters: int) -> _Told:
+        """Of one text of the catalogue."""
+        return _Told(text, letters, letters**2)
+
+    @staticmethod
+    def together(parts: Sequence[_Told]) -> _Told:
+        """Of several, without a translation."""
+        return _Told("", *(sum(one[place] for one in parts) for place in (1, 2, 3)))  # type: ignore[misc]
+
+    def named(self, text: str) -> _Told:
+        """With this translation."""
+        return self._replace(text=text)
+
+    @property
+    def says(self) -> tuple[int, int]:
+        """How much of it: many letters, and where these are as many, in long texts."""
+        return self.letters, self.squares
 
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """A text with placeholders, to be recognized: its longest piece, and which placeholders follow each other."""
+    """A text with placeholders, to be recognized: its longest piece; which placeholders may be words, and which is the name of
+    what the text is of, before a colon; and which follow each other so that a text has to be cut between them."""
 
     longest: str
     expression: str
+    words: frozenset[str]
+    of_what: str
     neighbours: tuple[tuple[str, str], ...]
     letters: int
     characters: int
@@ -198,22 +247,43 @@ class _Template:
 
     @staticmethod
     def of(english: str, translated: str) -> _Template:
+        english, translated = _with_rows_as_one(english, translated)
         pieces = _PLACEHOLDER.split(english)  # literal, name, literal, name, ..., literal
         literals, names = [piece.replace("{{", "{").replace("}}", "}") for piece in pieces[::2]], pieces[1::2]
-        pairs = tuple((one, other) for one, other, between in zip(names, names[1:], literals[1:], strict=False) if not between)
+        pairs = tuple(
+            (one, other)
+            for one, other, between in zip(names, names[1:], literals[1:], strict=False)
+            if not between and one not in _SHAPES
+        )
+        of = names[0] if names and not literals[0] and literals[1].startswith(": ") else ""
+        words = frozenset(
+            name
+            for name, before, after in zip(names, literals, literals[1:], strict=False)
+            if _WORDS.intersection(name.split(_ROW)) and not _TYPED.search(before) and name != of
+        )
         whole = "".join(literals)
         letters = _letters(whole)
         expression = _expression(literals, names, only_figures=letters < LEAST_LETTERS)
-        return _Template(max(literals, key=len), expression, pairs, letters, len(whole), translated)
+        return _Template(max(literals, key=len), expression, words, of, pairs, letters, len(whole), translated)
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         return re.compile(self.expression, re.DOTALL)
 
 
+def _with_rows_as_one(english: str, translated: str) -> tuple[str, str]:
+    """Placeholders that follow each other in both texts, as ``{where}{against}`` in English and in Korean, as a single one: where
+    one ends and the next begins cannot be seen, and need not be known."""
+    for row in _PLACEHOLDERS_IN_A_ROW.findall(english):
+        if row in translated:
+            one = "{" + _ROW.join(_PLACEHOLDER.findall(row)) + "}"
+            english, translated = english.replace(row, one), translated.replace(row, one)
+    return english, translated
+
+
 def _says_enough(told: _Told, english: str) -> bool:
     """Whether so much of it is of the catalogue that it is no sentence of somebody else's with a few of the same words."""
-    return told.letters >= ENOUGH * _letters(_NAMES.sub("", english))
+    return told.letters >= ENOUGH * (_letters(_NAMES.sub("", english)) - told.names)
 
 
 def _letters(text: str) -> int:
@@ -221,18 +291,20 @@ def _letters(text: str) -> int:
 
 
 def _expression(literals: list[str], names: list[str], *, only_figures: bool) -> str:
-    """A pattern for a text; of several placeholders in a row the first gets all, as it cannot be seen where the next begins."""
+    """A pattern for a text; of several placeholders in a row the first gets all, where it has no shape that tells its end."""
     expression = re.escape(literals[0])
     seen: set[str] = set()
-    for name, before, after in zip(names, literals, literals[1:], strict=False):
+    for place, (name, before, after) in enumerate(zip(names, literals, literals[1:], strict=False)):
+        in_row = not after and place < len(names) - 1
         if name in seen:
             expression += f"(?P={name})"
-        elif name in _NUMBERS or only_figures:
-            expression += f"(?P<{name}>\\d[\\d,.]*)"
-        elif name in _SIZES:
-            expression += f"(?P<{name}>\\d[\\d,.]* [kMG]?B)"
+        elif name in _ALWAYS or ((in_row or only_figures) and name in _SHAPES):
+            expression += f"(?P<{name}>{_SHAPES[name]})"
+        elif only_figures:
+            expression += f"(?P<{name}>{_FIGURES})"
         else:
-            expression += f"(?P<{name}>{'.*' if not after and before else '.*?'})"
+            some = "+" if not expression and after[:1] in " ,;:" else "*"  # with nothing before it, it is not nothing
+            expression += f"(?P<{name}>.{some}{'' if not after and before else '?'})"
         seen.add(name)
         expression += re.escape(after)
     return expression
@@ -242,19 +314,47 @@ ENOUGH = 0.5
 """Part of the letters of a sentence, names in quotes and code not counted, that is to be of the catalogue."""
 _NAMES = re.compile(r"'[^']*'|\"[^\"]*\"|\b[\w/]*[./_(][\w/.(]*|\b\w*\d\w*")
 LEAST_LETTERS = 3
-"""A text with fewer letters of its own, such as ``{shown} of {count}``, is recognized with figures only."""
+"""A text with fewer letters of its own, such as ``{shown} of {count}``, is recognized with figures only, or what has a shape."""
 MOST_FITTING = 8
 """So many texts that a sentence may be are looked into."""
 MOST_KNOWN = 4096
 """So many sentences are remembered with what they are in the language; events come with ever new numbers."""
-_WORDS = ("phase", "state", "kind", "what", "place", "LAYERS", "value", "why", "reason", "cause", "because", "worst")
-_NUMBERS = ("count", "count2")
-"""Placeholders that are always numbers."""
-_SIZES = ("fixed",)
-"""And that are always bytes, such as ``15.3 MB``."""
-_MAY_BEGIN = re.compile(r"[,;:(]| (?:in|with|on|of|for|and|from|at) ?| (?=\()")
+_WORDS = frozenset(
+    (
+        "phase", "state", "kind", "kinds", "what", "place", "LAYERS", "value", "why", "reason", "cause", "because", "worst",
+    )
+)  # fmt: skip
+"""Placeholders that may stand for single words of ours; in others a word is a name, and so are several with commas."""
+_TYPED = re.compile(r"\b(?:got|expected|one of|mean|such as|a bit of|these were:)(?: an?| the)? ?$|\w\.$")
+"""What stands before something that was typed, or has to be: that is never a word of ours."""
+_NAME = re.compile(r"[\w-]+")
+_LIST_OF_NAMES = re.compile(r"[^\s,]+(?:(?:, | and | or )[^\s,]+)+")
+_LIST_OF_WORDS = re.compile(r"[^\s,;:]+(?: [^\s,;:]+)?(?:, [^\s,;:]+(?: [^\s,;:]+)?)*")  # each of one or two
+_FIGURES = r"\d[\d,.]*"
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+_SIZE = rf"{_NUMBER} [kMGT]?B"
+_SHAPES = {
+    "count": _NUMBER,
+    "count2": _NUMBER,
+    "step": _NUMBER,
+    "at_step": _NUMBER,
+    "last_step": _NUMBER,
+    "fixed": _SIZE,
+    "requested_bytes": _SIZE,
+    "scale": r"[\d.^e+-]+",
+    "layer": r"\([^)]*\)|[^\s,;:]+",
+    "nonfinite": rf"(?:[<>] )?{_NUMBER}(?: %)?",
+    "given": r"'[^']*'|\"[^\"]*\"",
+}
+"""What placeholders look like that another one may follow, so that it is seen where it begins, or that stand in a short text."""
+_ALWAYS = ("count", "count2", "fixed", "layer", "nonfinite")
+"""And those that look like it elsewhere, too."""
+_MAY_BEGIN = re.compile(r"[,;:] |\(| (?:in|with|on|of|for|and|from|at)\b ?| (?=\()")
 _JOINT = re.compile(r"[,;:] | ")
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_0-9]+)\}(?!\})")
+_PLACEHOLDERS_IN_A_ROW = re.compile(r"(?<!\{)(?:\{[A-Za-z_0-9]+\}){2,}(?!\})")
+_ROW = "_AND_"
+"""Between the names of placeholders in a row."""
 
 
 def language() -> str:
@@ -344,10 +444,31 @@ def in_language(sentence: str) -> str:
     counts. What stands for a placeholder is looked up in turn. Where nothing matches it stays English.
     """
     catalogue = _catalogue(language())
-    if catalogue is None or not sentence:
+    if catalogue is None or not sentence or isinstance(sentence, Said):
         return sentence
     told = catalogue.sentences(sentence)
     return sentence if told is None else told
+
+
+class Said(str):
+    """A text that is in the language already, or that somebody else wrote: `in_language` leaves it as it is."""
+
+
+class _Reasoned(Protocol):
+    """What is read of an event; an ``amp_widgets.core.history.Event`` is one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def detail(self) -> Mapping[str, Any]: ...
+
+
+def reason_in_language(event: _Reasoned) -> str:
+    """The reason of an event in the language in force; a note that a user wrote is data, and stays as it is."""
+    of_user = event.kind == "note" and event.detail.get("source") == "user"
+    return event.reason if of_user else in_language(event.reason)
 
 
 def words_script() -> str:
@@ -365,6 +486,7 @@ def page_script_in_language(script: str) -> str:
     return script.replace(_NO_WORDS, f"const WORDS = {json.dumps(words, ensure_ascii=False)};", 1)
 
 
+_BETWEEN_NAMES = marked_all(" and ", " or ")
 _SAID_IN_SCRIPT = re.compile(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"')
 _chosen: str | None = None
 _followers: list[weakref.WeakMethod[Callable[[], object]]] = []
@@ -381,11 +503,24 @@ def _read(code: str) -> Catalogue:
     class Messages(gettext.GNUTranslations):
         _catalog: dict[Any, str]  # what gettext itself keeps
 
-        def catalogue(self) -> Catalogue:
-            return Catalogue({key: text for key, text in self._catalog.items() if key}, getattr(self, "plural"))  # noqa: B009
+        def catalogue(self, plurals: Mapping[str, str]) -> Catalogue:
+            messages = {key: text for key, text in self._catalog.items() if key}
+            return Catalogue(messages, getattr(self, "plural"), plurals)  # noqa: B009
 
     path = gettext.find(DOMAIN, LOCALE, [code])
     if path is None:
         return Catalogue({})
-    with open(path, "rb") as file:
-        return Messages(file).catalogue()
+    content = Path(path).read_bytes()
+    return Messages(io.BytesIO(content)).catalogue(_plurals(content))
+
+
+def _plurals(content: bytes) -> dict[str, str]:
+    """English in the plural → in the singular, which ``gettext`` does not keep, of a catalogue as tools/messages.py compiles it.
+
+    The file's header has how many texts there are, and where a table begins with the length and the place of each; the two forms
+    of one are apart by a zero byte: https://www.gnu.org/software/gettext/manual/html_node/MO-Files.html
+    """
+    count, table = struct.unpack_from("<II", content, 8)
+    texts = (struct.unpack_from("<II", content, table + 8 * place) for place in range(count))
+    forms = (content[start : start + length].decode("utf-8").split("\0") for length, start in texts)
+    return {many: one for one, *others in forms for many in others}

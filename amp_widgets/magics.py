@@ -18,10 +18,21 @@ from amp_widgets.core.memory.budget import typed_size
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import FIELD_NAMES, describe_changes, format_scale
 from amp_widgets.demos import DEMOS, demo, is_scenario, scenario
-from amp_widgets.errors import AmpWidgetsError, MagicError, MissingExtraError, SettingsError
+from amp_widgets.errors import AmpWidgetsError, FormatError, MagicError, MissingExtraError, SettingsError
 from amp_widgets.language import in_language, marked, marked_all, say
+from amp_widgets.replay_magics import (
+    ASKS_FOR_HELP,
+    Command,
+    Replay,
+    carry_out,
+    help_of,
+    in_one_line,
+    present,
+    speak,
+    tell_errors,
+    words_of,
+)
 from amp_widgets.replay_magics import HELP as REPLAY_HELP
-from amp_widgets.replay_magics import Replay, in_one_line, present, speak, tell_errors, words_of
 from amp_widgets.session import AmpSession, newest_session
 from amp_widgets.widgets.picture import Picture
 
@@ -54,7 +65,7 @@ HELP = (
     *REPLAY_HELP,
     COMPARE_HELP,
     *marked_all(
-        "%amp formats                       a number in each number format, bit by bit",
+        "%amp formats 2**-24                a number in each number format, bit by bit; without one: 0.1",
         "%amp close                         let go of the model",
     ),
 )
@@ -70,22 +81,26 @@ class AmpMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._session: AmpSession | None = None
+        self._views: list[tuple[str, str, Any]] = []  # what sessions of the magic are shown in: cell, what was asked for, view
         self._cell: CapturedCell | None = None  # that is running
         self._shown: dict[str, CapturedCell] = {}  # by the front end's name of the cell
         self._replay = Replay(shell)
         self._compare = Compare(shell)
+        self._commands: dict[str, Command] = {
+            "demo": self._demo, "set": self._set, "budget": self._set_budget, "record": self._record, "note": _note,
+            "replay": self._replay.show, "compare": self._compare.show, "formats": _show_formats, "lang": speak,
+            "present": present, "close": self._close_newest,
+        }  # fmt: skip
 
     @line_cell_magic
     def amp(self, line: str, cell: str | None = None) -> None:
         """Mixed precision and activation checkpointing as live switches; ``%amp`` alone shows the help."""
         try:
             captured = None if cell is None else self._captured(words_of(line))
-            if captured is None:
-                command, _, rest = line.strip().partition(" ")
-                if command == "note":  # a text, not words as a shell has them
-                    _note(rest.strip())
-                else:
-                    self._run(words_of(line))
+            if cell is None:
+                command, *text = line.strip().split(maxsplit=1)[:2] or [""]
+                # a note is a text, not words as a shell has them
+                self._run([command, *text] if command == "note" else words_of(line))
         except AmpWidgetsError as error:
             raise in_one_line(error) from None
         if captured is not None and cell is not None:
@@ -102,69 +117,78 @@ class AmpMagics(Magics):
         if session is not None:
             session.close()
 
+    def _show(self, view: Any, asked: str) -> None:
+        """Display it, and free what the same cell has shown, or what was shown when the same was asked for."""
+        place = cell_id(self.shell)
+        before, self._views = self._views, []
+        for one in before:
+            if one[0] == place != "" or one[1] == asked:
+                if hasattr(one[2], "tick"):
+                    one[2].tick()  # the picture that stays in the notebook is that of the whole run
+                one[2].close()
+            else:
+                self._views.append(one)
+        self._views.append((place, asked, view))
+        display(view)
+
     def _run(self, words: list[str]) -> None:
-        if not words or words[0] in ("help", "status"):
-            _show_status()
-        elif words[0] == "set":
-            self._set(words[1:])
-        elif words[0] == "budget":
-            self._set_budget(words[1:])
-        elif words[0] == "record":
-            self._record(words[1:])
-        elif words[0] == "replay":
-            self._replay.show(words[1:])
-        elif words[0] == "compare":
-            self._compare.show(words[1:])
-        elif words[0] == "lang":
-            speak(words[1:])
-        elif words[0] == "present":
-            present(words[1:])
-        elif words == ["formats"]:
-            _show_formats()
-        elif words[0] == "demo":
-            self._demo(words[1:])
-        elif words[0] == "close":
-            self._close_newest()
+        command, *rest = words or ["help"]
+        if command in self._commands:
+            carry_out(self._commands, words, HELP)
+        elif command in ("help", "status", *ASKS_FOR_HELP):
+            if rest and rest[0] in self._commands:
+                print(*help_of(rest[0], HELP), sep="\n")
+            else:
+                _show_status()
         elif len(words) <= 2:
-            model = self._value(words[0])
-            optimizer = self._value(words[1]) if len(words) == 2 else None
-            self._adopt(lambda: AmpSession(_checked_model(words[0], model), optimizer))
+            model = self._value(command)
+            optimizers = [self._value(word, model=command) for word in rest]
+            self._adopt(lambda: AmpSession(_checked_model(command, model), *optimizers), command)
         else:
             raise MagicError(f"%amp: got {' '.join(words)!r}, expected one of the lines of the help; %amp alone shows it")
 
     def _demo(self, words: list[str]) -> None:
         names = [word for word in words if word != "--scenarios"]
+        unknown = next((word for word in names if word.startswith("-")), None)
+        if unknown is not None:
+            raise MagicError(f"%amp demo: got {unknown!r}, expected --scenarios, or the name of a demo or of a situation")
         if len(names) > 1:
             raise MagicError(f"%amp demo: got {len(names)} names, expected one of {', '.join(DEMOS)}, or a situation to play")
         name = names[0] if names else "digits"
         if len(names) == len(words) and not is_scenario(name):
-            self._adopt(lambda: demo(name, display=False))
+            self._adopt(lambda: demo(name, display=False), f"demo {name}")
             return
         panel = scenario(name)
+        self._close_session()
         # the panel closes the one before; where another one is open, the notebook has gone on to that
         panel.on_session(lambda session: self._take(session) if self._session is None or self._session.closed else None)
         self._take(panel.session)
-        display(panel)
+        self._show(panel, f"demo {name}")
 
     def _take(self, session: AmpSession) -> None:
-        """Let this be the session of the magic, in the place of the one before, and known to the notebook."""
-        self._close_session()
+        """Let this be the session of the magic, known to the notebook."""
         self._session = session
         self.shell.push({self._free_name(): session})
 
-    def _captured(self, words: list[str]) -> CapturedCell:
-        """What a ``%%amp`` line asks for."""
+    def _captured(self, words: list[str]) -> CapturedCell | None:
+        """What a ``%%amp`` line asks for; None where that is only its help."""
         if self._cell is not None:
             raise MagicError("%%amp: got a %%amp cell within a %%amp cell, expected one at a time")
+        if not {*words}.isdisjoint(ASKS_FOR_HELP):
+            print(*help_of("", HELP), sep="\n")
+            return None
         model_name, on_cpu, waiting = None, False, list(words)
         while waiting:
             word, equals, value = waiting.pop(0).partition("=")
             if word == "--cpu" and not equals:
                 on_cpu = True
-            elif word == "--model" and (equals or waiting):
+            elif word == "--model" and (value if equals else waiting and waiting[0]):
                 model_name = value if equals else waiting.pop(0)
             else:
-                raise MagicError(f"%%amp: got {' '.join(words)!r}, expected %%amp [--model NAME] [--cpu] and the code below it")
+                line = ONE_SIGN.format(words=" ".join(words)) if words[0] in self._commands else ""
+                raise MagicError(
+                    f"%%amp: got {' '.join(words)!r}, expected %%amp [--model NAME] [--cpu] and the code below it{line}"
+                )
         return CapturedCell(self.shell, model_name=model_name, on_cpu=on_cpu)
 
     def _run_cell(self, captured: CapturedCell, source: str) -> None:
@@ -259,21 +283,21 @@ class AmpMagics(Magics):
         else:
             print(say("recording of the session on {model}: to {path}", model=model, path=where))
 
-    def _adopt(self, make: Any) -> None:
+    def _adopt(self, make: Any, asked: str) -> None:
         session = make()
         self._close_session()  # a cell that is run again must not leave the former run training
-        self._session = session
         name = self._free_name()
-        self.shell.push({name: session})
+        self._take(session)
         sentence = marked(
             "{name} is the AmpSession behind this dashboard: {name}.request(autocast='fp16') asks for a change from Python"
         )
         print(say(sentence, name=name))
         try:
-            shown: object = session.dashboard()
+            view = session.dashboard()
         except MissingExtraError as error:  # the magics work without widgets
-            shown = Picture(session, f"{NO_DASHBOARD} {error}")
-        display(shown)
+            display(Picture(session, f"{NO_DASHBOARD} {error}"))
+        else:
+            self._show(view, asked)
 
     def _free_name(self) -> str:
         for name in ("session", "amp_session"):
@@ -281,7 +305,9 @@ class AmpMagics(Magics):
                 return name
         return "amp_session_"
 
-    def _close_newest(self) -> None:
+    def _close_newest(self, words: list[str]) -> None:
+        if words:
+            raise MagicError(f"%amp close: got {' '.join(words)!r}, expected nothing: it closes the newest session")
         session = newest_session()
         if session is None:
             raise MagicError("%amp close: there is no open session")
@@ -290,12 +316,15 @@ class AmpMagics(Magics):
             self._session = None
         print(say("closed: the model is as it was"))
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str, *, model: str | None = None) -> Any:
+        """What has this name in the notebook: a model, or the optimizer of a `model`."""
         first, *rest = name.split(".")
         if not all(part.isidentifier() for part in (first, *rest)) or first not in self.shell.user_ns:
+            if model is not None:
+                raise MagicError(f"%amp {model} {name}: got {name!r}, expected the name of an optimizer in this notebook")
             raise MagicError(
-                f"%amp {name}: got {name!r}, expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name "
-                "of a model in this notebook; %amp alone shows the help"
+                f"%amp {name}: got {name!r}, expected one of {', '.join(self._commands)}, or the name of a model in this "
+                "notebook; %amp alone shows the help"
             )
         value = self.shell.user_ns[first]
         for part in rest:
@@ -377,7 +406,10 @@ def _without_step(words: list[str]) -> tuple[list[str], int | None]:
             value = value if equals else next(iter(words[index + 1 :]), "")
             if not value.isdecimal():
                 raise MagicError(f"%amp set --at: got {value!r}, expected the number of a step, such as --at 200")
-            return [*words[:index], *words[index + (1 if equals else 2) :]], int(value)
+            others = [*words[:index], *words[index + (1 if equals else 2) :]]
+            if any(other.partition("=")[0] == "--at" for other in others):
+                raise MagicError("%amp set --at: got it twice, expected one step; each step has a line of its own")
+            return others, int(value)
     return words, None
 
 
@@ -422,13 +454,15 @@ def _budget_text(budget: float | None) -> str:
     return say("off") if budget is None else memory_text(budget)
 
 
+ONE_SIGN = marked("; a line of its own has one %: %amp {words}")
 NO_SESSION = marked(
     "there is no session yet; make one with %amp demo digits, %amp MODEL [OPTIMIZER], or AmpSession(model, optimizer). For a "
     "%%amp cell, put this line into the cell, above its loop"
 )
 
 
-def _note(text: str) -> None:
+def _note(words: list[str]) -> None:
+    text = " ".join(words)
     session = newest_session()
     if session is None:
         raise MagicError(f"%amp note: {NO_SESSION}")
@@ -439,7 +473,9 @@ def _note(text: str) -> None:
     session.note(text)
 
 
-def _show_formats() -> None:
+def _show_formats(words: list[str]) -> None:
+    if len(words) > 1:
+        raise MagicError(f"%amp formats: got {len(words)} words, expected a number to begin with, such as 2**-24, or nothing")
     try:
         from amp_widgets.widgets.format_lab import FormatLab
     except ImportError as error:
@@ -448,7 +484,12 @@ def _show_formats() -> None:
         ) from error
 
     session = newest_session()
-    display(FormatLab(weights=None if session is None else WeightReader(session, session.between_steps)))
+    weights = None if session is None else WeightReader(session, session.between_steps)
+    try:
+        lab = FormatLab(*words, weights=weights)
+    except FormatError as error:
+        raise MagicError(f"%amp formats: {error}") from None
+    display(lab)
 
 
 def _has_widgets() -> bool:

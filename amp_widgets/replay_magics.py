@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import sys
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
@@ -26,6 +28,11 @@ HELP = marked_all(
 WITHOUT_TORCH = marked(
     "torch is not installed: a run that was recorded can be looked at, and nothing else. The whole of %amp needs torch"
 )
+
+
+Command: TypeAlias = Callable[[list[str]], object]
+"""What a line of ``%amp`` does with the words after its name."""
+ASKS_FOR_HELP = ("--help", "-h")
 
 
 class Replay:
@@ -76,22 +83,20 @@ class ReplayMagics(Magics):
         super().__init__(shell)
         self._replay = Replay(shell)
         self._compare = Compare(shell)
+        self._commands: dict[str, Command] = {
+            "replay": self._replay.show, "compare": self._compare.show, "lang": speak, "present": present,
+        }  # fmt: skip
 
     @line_cell_magic
     def amp(self, line: str, cell: str | None = None) -> None:
         """Recorded runs; without torch there is nothing else."""
         try:
             words = words_of(line)
-            if cell is None and words[:1] == ["replay"]:
-                self._replay.show(words[1:])
-            elif cell is None and words[:1] == ["compare"]:
-                self._compare.show(words[1:])
-            elif cell is None and words[:1] == ["lang"]:
-                speak(words[1:])
-            elif cell is None and words[:1] == ["present"]:
-                present(words[1:])
-            elif cell is None and words in ([], ["help"], ["status"]):
-                print(*map(say, (*HELP, COMPARE_HELP)), f"\n{say(WITHOUT_TORCH)}.", sep="\n")
+            lines = (*HELP, COMPARE_HELP)
+            if cell is None and words and words[0] in self._commands:
+                carry_out(self._commands, words, lines)
+            elif cell is None and (not words or words[0] in ("help", "status", *ASKS_FOR_HELP)):
+                print(*map(say, lines), f"\n{say(WITHOUT_TORCH)}.", sep="\n")
             else:
                 raise MagicError(f"%amp {line.strip()}: {WITHOUT_TORCH}")
         except AmpWidgetsError as error:
@@ -101,6 +106,31 @@ class ReplayMagics(Magics):
         """Close the runs that were opened."""
         self._replay.close()
         self._compare.close()
+
+
+def carry_out(commands: Mapping[str, Command], words: list[str], lines: Sequence[str]) -> None:
+    """Do what a line asks for, or show the help of its command.
+
+    Parameters
+    ----------
+    commands
+        By name.
+    words
+        Of the line; the first is one of these names.
+    lines
+        Of the whole help.
+    """
+    command, *rest = words
+    if {*rest}.isdisjoint(ASKS_FOR_HELP):
+        commands[command](rest)
+    else:
+        print(*help_of(command, lines), sep="\n")
+
+
+def help_of(command: str, lines: Sequence[str]) -> list[str]:
+    """Those of the `lines` of the help that are about one `command`, in the language in force; without a name about ``%%amp``."""
+    start = ["%amp", command] if command else ["%%amp"]
+    return [say(text) for text in lines if text.split()[: len(start)] == start]
 
 
 def register(shell: Any) -> None:
@@ -182,13 +212,16 @@ def words_of(line: str) -> list[str]:
     """
     try:
         return shlex.split(line)
-    except ValueError as error:
-        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE: {error}") from None
+    except ValueError as error:  # that is all that a shell finds wrong
+        if "quotation" in str(error):
+            raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE, and the end of each quotation") from None
+        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE, and no backslash at the end") from None
 
 
 def in_one_line(error: AmpWidgetsError) -> AmpWidgetsError:
     """The same error, shown as one sentence in the language in force: a mistyped line needs no traceback through this package."""
     shown = type(error)(str(error))
     lines = [f"{type(error).__name__}: {in_language(str(error))}"]
-    shown._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
+    # IPython asks for it; it can be pickled, as whoever hands errors from process to process does
+    shown._render_traceback_ = functools.partial(list, lines)  # type: ignore[attr-defined]
     return shown

@@ -280,6 +280,21 @@ def test_a_script_that_cannot_be_met_is_said(kernel: Kernel) -> None:
     assert kernel.value("[(e.kind, 'no layer matches' in e.reason) for e in session.history.events()]") == [("rejected", True)]
 
 
+def test_what_is_refused_is_said_in_the_language(kernel: Kernel) -> None:
+    kernel.run("%amp lang ko")
+    try:
+        cell = kernel.run(f"%%amp\n%amp set checkpointed=zzz\n%amp record /nowhere/r.db{LOOP}")
+        refused = "checkpointed: 'zzz'에 맞는 레이어가 없습니다; 이 모델의 레이어는 3개입니다. 예: '0', '1', '2'"
+        assert f"%amp set: 거부됨: {refused}" in cell.printed
+        refused = "record: /nowhere/r.db: No such file or directory; 있고 쓸 수 있는 폴더를 고르세요"
+        assert f"%amp record: 거부됨: {refused}" in cell.printed
+        assert "refused" not in cell.printed
+        none = kernel.run(f"%%amp --model nets{LOOP}")
+        assert "이름이 &#x27;nets&#x27;인 모델은 학습되지 않았습니다. 학습된 것: net." in none.shown
+    finally:
+        kernel.run("%amp lang en")
+
+
 @pytest.mark.parametrize("line", ["--gpu", "--model", "net", "--cpu=1", "--model a b"])
 def test_lines_that_are_not_understood(kernel: Kernel, line: str) -> None:
     cell = kernel.run(f"%%amp {line}\nran = True")

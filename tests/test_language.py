@@ -204,6 +204,68 @@ def test_parts_of_a_list_stay_apart(english: str, korean: str) -> None:
         set_language(None)
 
 
+def told(texts: dict[Any, str], english: str, plurals: dict[str, str] | None = None) -> str | None:
+    return Catalogue(texts, plurals=plurals or {}).sentences(english)
+
+
+def test_placeholders_in_a_row_stay_in_a_row() -> None:
+    texts = {
+        "Out of memory at step {step}{where}{against}": "<{step}{where}{against}>", "in {phase} of {layer}": "{layer}@{phase}",
+        ", above the budget of {limit}": ", > {limit}", "backward": "BACK",
+    }  # fmt: skip
+    assert told(texts, "Out of memory at step 3 in backward of 3, above the budget of 5 kB") == "<3 3@BACK, > 5 kB>"
+    assert told(texts, "Out of memory at step 3, above the budget of 5 kB") == "<3, > 5 kB>"
+
+
+def test_what_looks_like_nothing_else_ends_where_it_ends() -> None:
+    texts = {"{operator} asked for {requested_bytes}{purpose}": "{operator}: {requested_bytes} !{purpose}", "(buffer)": "(BUF)"}
+    assert told(texts, "aten::mm asked for 1.5 MB (buffer)") == "aten::mm: 1.5 MB ! (BUF)"
+    assert told(texts, "aten::mm asked for 1.5 MB") == "aten::mm: 1.5 MB !"
+
+
+@pytest.mark.parametrize(
+    ("english", "expected"),
+    [
+        ("value: got normal, expected one of normal, loss", "value: [normal|normal, loss]"),
+        ("loss: got normal, expected one of loss and normal or x", "loss: [normal|loss & normal | x]"),
+        ("the kind is loss", "KIND LOSS"),
+        ("the name is loss", "NAME loss"),
+        ("the name is loss, normal", "NAME loss, normal"),
+        ("loss: the kind is normal", "loss: KIND NORMAL"),
+        ("the kind is loss, big loss, normal", "KIND LOSS, BIG, NORMAL"),
+        ("the kind is x: got normal, expected one of normal, loss", "KIND x: [normal|normal, loss]"),
+        ("loss", "LOSS"),
+        ("loss, normal", "LOSS, NORMAL"),
+    ],
+)
+def test_names_are_no_words(english: str, expected: str) -> None:
+    texts = {
+        "{name}: got {value}, expected one of {names}": "{name}: [{value}|{names}]", "loss": "LOSS", "normal": "NORMAL",
+        "big loss": "BIG", "the kind is {kind}": "KIND {kind}",
+        "the name is {name}": "NAME {name}", " and ": " & ", " or ": " | ",
+    }  # fmt: skip
+    assert told(texts, english) == expected
+
+
+def test_one_long_text_says_more_than_several_short_ones() -> None:
+    texts = {"{skipped} of {steps} steps skipped": "[{steps}/{skipped}]", "{what} skipped": "{what}?", "{n} steps": "{n}!"}
+    assert told(texts, "2 of 6 steps skipped") == "[6/2]"
+
+
+def test_the_plural_is_recognized() -> None:
+    texts = {("{count} layer", 0): "<{count}>"}
+    assert told(texts, "3 layers", {"{count} layers": "{count} layer"}) == "<3>"
+    assert told(texts, "1 layer", {"{count} layers": "{count} layer"}) == "<1>"
+    korean = language._read("ko")
+    assert korean.sentences("12 layers checkpointed") == "레이어 12개 체크포인팅"
+    assert "{count} layers checkpointed" in korean._plurals
+
+
+def test_what_is_said_already_is_left_alone(other: None) -> None:
+    assert in_language("scaling off") == "OFF"
+    assert in_language(language.Said("scaling off")) == "scaling off"
+
+
 @pytest.mark.parametrize("name", ["lesson.v2.ipynb", "01.ipynb", "2026.03.ipynb"])
 def test_a_part_of_a_name_that_is_no_language_is_no_wish(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AMP_WIDGETS_LANG", raising=False)

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "amp_widgets"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("language",),
+    ("size_text",),
     ("charts", "kernel", "cell"),
     ("core",),
     ("analysis", "runner", "recording", "capture"),
@@ -39,14 +40,15 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 
 # Stricter than the order: all that these may import of the package.
 ONLY = {
-    "language": {"errors"}, "kernel": {"errors"}, "cell": {"errors"}, "charts": {"errors", "language"},
-    "core": {"errors", "language"},
+    "language": {"errors"}, "size_text": {"language"}, "kernel": {"errors"}, "cell": {"errors"},
+    "charts": {"errors", "language", "size_text"}, "core": {"errors", "language", "size_text"},
 }  # fmt: skip
 
 # What these may import of others, beside the standard library.
 OTHERS = {
     "errors": set[str](),
     "language": set[str](),
+    "size_text": set[str](),
     "kernel": {"IPython", "ipykernel", "comm", "zmq", "tornado", "traitlets", "ipywidgets"},
     "cell": {"IPython"},
     "charts": {"plotly", "numpy", "anywidget", "ipywidgets", "tsdownsample", "traitlets", "IPython"},
@@ -54,8 +56,8 @@ OTHERS = {
 }
 # Modules that must not import torch, nor a module of the package that does.
 WITHOUT_TORCH = (
-    "errors", "language", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export", "recording",
-    "runs_comparison", "cell_views", "compare_magic", "widgets.runs_view",
+    "errors", "language", "size_text", "charts", "kernel", "cell", "core.settings", "core.history", "core.formats", "export",
+    "recording", "runs_comparison", "cell_views", "compare_magic", "widgets.runs_view",
 )  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import nn
 
+from amp_widgets.charts.asset import plotly_asset
 from amp_widgets.demos import DEMOS
 from amp_widgets.errors import DemoError, LanguageError, LayerError, MagicError, ModelError, RecordingError, SettingsError
 from amp_widgets.language import set_language
@@ -117,13 +121,20 @@ def test_a_demo(shell: Any) -> None:
         (
             "nothing_here",
             MagicError,
-            "expected 'demo', 'set', 'budget', 'record', 'replay', 'note', 'close', or the name of a model",
+            "expected one of demo, set, budget, record, note, replay, compare, formats, lang, present, close, or the name of a",
         ),
         ("net.absent", MagicError, "no attribute 'absent'"),
         ("optim", MagicError, "got a SGD, expected a torch.nn.Module"),
         ("net optim more", MagicError, "expected one of the lines of the help"),
         ("close", MagicError, "no open session"),
+        ("close all", MagicError, "got 'all', expected nothing"),
         ("set autocast=fp16", MagicError, "there is no session yet"),
+        ("formats x", MagicError, "%amp formats: got 'x', expected a number such as 0.1, 2e-8, 2**-24 or 1/3"),
+        ("net 3", MagicError, "%amp net 3: got '3', expected the name of an optimizer"),
+        ("set autocast=fp16 --at 3 --at 4", MagicError, "--at: got it twice"),
+        ("demo --scenario", MagicError, "got '--scenario', expected --scenarios"),
+        ("compare net", MagicError, "got 'net', here a Sequential, expected a run or a session"),
+        ("formats 1 2", MagicError, "got 2 words, expected a number"),
     ],
 )
 def test_lines_that_cannot_be_done(shell: Any, line: str, kind: type[Exception], said: str) -> None:
@@ -155,6 +166,109 @@ def test_unloading_takes_the_magic_away_and_closes() -> None:
     InteractiveShell.clear_instance()
 
 
+HELP_OF = {"set": 2, "demo": 2, "note": 1, "formats": 1, "replay": 1, "compare": 1, "lang": 1, "present": 1, "budget": 1}
+"""Command → how many texts there are about it."""
+
+
+@pytest.mark.parametrize("command", HELP_OF)
+@pytest.mark.parametrize("line", ["{} --help", "{} -h", "help {}", "--help {}"])
+def test_the_help_of_one_command(shell: Any, command: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_line_magic("amp", line.format(command))
+    said = capsys.readouterr().out
+    assert len(re.findall("^%amp", said, re.M)) == len(re.findall(f"^%amp {command}\\b", said, re.M)) == HELP_OF[command]
+    assert newest_session() is None
+
+
+@pytest.mark.parametrize("line", ["--help", "--cpu -h"])
+def test_the_help_of_a_cell_runs_nothing(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_cell_magic("amp", line, "ran = True")
+    assert capsys.readouterr().out.startswith("%%amp [--model NAME] [--cpu]")
+    assert "ran" not in shell.user_ns
+
+
+@pytest.mark.parametrize("line", ["--model", "--model=", "--cpu=1", "--modle net", "x"])
+def test_options_of_a_cell_that_there_are_not(shell: Any, line: str) -> None:
+    with pytest.raises(MagicError, match=r"expected %%amp \[--model NAME\] \[--cpu\] and the code below it$"):
+        shell.run_cell_magic("amp", line, "ran = True")
+    assert "ran" not in shell.user_ns
+
+
+def test_a_line_that_was_given_two_percent_signs(shell: Any) -> None:
+    with pytest.raises(MagicError, match=r"a line of its own has one %: %amp set autocast=fp16$"):
+        shell.run_cell_magic("amp", "set autocast=fp16", "pass")
+
+
+@pytest.mark.parametrize("lines", [("net optim", "net"), ("demo digits", "demo digits"), ("demo both", "demo both")])
+def test_what_showed_the_former_session_is_freed_with_it(shell: Any, lines: tuple[str, str]) -> None:
+    """The model too, where it is not the user's own."""
+    widgets = pytest.importorskip("ipywidgets").widgets.widget._instances
+    put_model(shell)
+    plotly_asset()  # one for all charts, which stays
+    known = {*widgets}
+    shell.run_line_magic("amp", lines[0])
+    first, of_first = weakref.ref(shell.user_ns["session"]), {*widgets} - known
+    model = weakref.ref(first()._model)  # type: ignore[union-attr]
+    assert len(of_first) > 20
+    shell.run_line_magic("amp", lines[1])
+    gc.collect()
+    assert not of_first & {*widgets}
+    assert first() is None
+    assert (model() is None) == (lines[0] != "net optim")
+    assert newest_session() is shell.user_ns["session"]
+
+
+@pytest.mark.parametrize("lines", [("net optim", "net"), ("demo both", "demo both")])
+def test_the_picture_that_stays_is_of_the_whole_run(shell: Any, lines: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("amp_widgets.widgets.still.update_display", lambda bundle, **_options: drawn.append(bundle["text/plain"]))
+    put_model(shell)
+    shell.run_line_magic("amp", lines[0])
+    session = shell.user_ns["session"]
+    if lines[0] == "net optim":
+        for _ in range(3):
+            with session.autocast():
+                loss = shell.user_ns["net"](torch.ones(4, 2)).sum()
+            session.scaler.scale(loss).backward()
+            session.scaler.step(shell.user_ns["optim"])
+            session.scaler.update()
+    else:
+        session.single_step()
+        while session.run_state == "running":
+            session.wait(0.01)
+    steps = session.step
+    shell.run_line_magic("amp", lines[1])
+    assert steps > 0
+    assert [text for text in drawn if f"at step {steps} (" in text]
+
+
+def test_what_another_cell_shows_is_freed_when_that_cell_is_run_again(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    widgets = pytest.importorskip("ipywidgets").widgets.widget._instances
+    put_model(shell)
+    plotly_asset()
+    known, shown = {*widgets}, []
+    for cell, line in (("a", "demo both"), ("b", "net"), ("a", "demo digits")):
+        monkeypatch.setattr("amp_widgets.magics.cell_id", lambda shell, cell=cell: cell)
+        shell.run_line_magic("amp", line)
+        shown.append({*widgets} - known)
+        known |= shown[-1]
+    of_a, of_b, of_a_again = shown
+    assert not of_a & {*widgets}
+    assert of_b | of_a_again <= {*widgets}
+
+
+def test_a_session_that_was_closed_is_shown_until_there_is_another(shell: Any) -> None:
+    widgets = pytest.importorskip("ipywidgets").widgets.widget._instances
+    put_model(shell)
+    plotly_asset()
+    known = {*widgets}
+    shell.run_line_magic("amp", "net optim")
+    shown = {*widgets} - known
+    shell.run_line_magic("amp", "close")
+    assert shown <= {*widgets}
+    shell.run_line_magic("amp", "net")
+    assert not shown & {*widgets}
+
+
 @pytest.mark.parametrize("line", ["demo digts", "no_parameters", "optim"])
 def test_a_mistyped_line_leaves_the_running_session(shell: Any, line: str) -> None:
     put_model(shell)
@@ -167,8 +281,10 @@ def test_a_mistyped_line_leaves_the_running_session(shell: Any, line: str) -> No
 
 
 def test_an_open_quotation_is_ours_to_explain(shell: Any) -> None:
-    with pytest.raises(MagicError, match="No closing quotation"):
+    with pytest.raises(MagicError, match=r"got \"set checkpointed='0\", expected .*, and the end of each quotation"):
         shell.run_line_magic("amp", "set checkpointed='0")
+    with pytest.raises(MagicError, match="and no backslash at the end"):
+        shell.run_line_magic("amp", "record run.db \\")
 
 
 def test_brackets_of_globs_are_kept() -> None:

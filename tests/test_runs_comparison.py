@@ -208,7 +208,9 @@ def test_the_magic_takes_files_and_names(paths: tuple[Path, Path], capsys: pytes
     compare = Compare(shell)
     with pytest.raises(MagicError, match="got no run"):
         compare.show([])
-    with pytest.raises(RecordingError, match="other"):
+    with pytest.raises(RecordingError, match="nowhere"):
+        compare.show(["nowhere"])
+    with pytest.raises(MagicError, match="got 'other', here a int, expected a run or a session"):
         compare.show(["other"])
     compare.show([str(paths[0]), "course"])
     first = shell.user_ns["compared"]

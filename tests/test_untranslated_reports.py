@@ -173,7 +173,8 @@ WRONG = (
 WORDS = (
     "amp", "MODEL", "OPTIMIZER", "NAME", "VALUE", "STEP", "digits", "text", "underflow", "overflow", "session", "run", "compared",
     "Sequential", "DigitsNet", "a.db", "no.db", "AmpSession", "step", "closed", "of", "on", "en", "ko", "English", "nothing_here",
-    "module", "absent", "colour", "No", "such", "file", "or", "directory", "closing", "quotation",  # names, and what Python says
+    "module", "absent", "colour", "No", "such", "file", "or", "directory",  # names, and what Python says
+    "demo", "set", "budget", "record", "note", "replay", "compare", "formats", "lang", "present", "close",  # what is typed
 )  # fmt: skip
 
 

@@ -42,8 +42,9 @@ TEMPLATES_IN = (
 """Where the sentences are made that are shown without being made for it."""
 ERRORS_IN = ("*.py", "demos/*.py", "export/*.py", "charts/*.py", "widgets/*.py")
 """Where else the errors are shown; all else in there is said for it."""
+ONLY_ERRORS_IN = ("core/formats.py",)
+"""And of those first ones, where nothing else is."""
 NOT_SHOWN = (
-    "core/formats.py",
     "core/class_exchange.py",
     "recording/schema.py",
     "analysis/progress_bar.py",
@@ -89,7 +90,8 @@ def messages() -> dict[Message, set[str]]:
 def sentences() -> Iterator[tuple[str, Path]]:
     """The templates of what the lower parts say, and the files that have them."""
     whole = {path for pattern in TEMPLATES_IN for path in PACKAGE.glob(pattern)}
-    for path in sorted(whole.union(path for pattern in ERRORS_IN for path in PACKAGE.glob(pattern))):
+    whole -= {PACKAGE / name for name in ONLY_ERRORS_IN}
+    for path in sorted(whole.union(path for pattern in (*ERRORS_IN, *ONLY_ERRORS_IN) for path in PACKAGE.glob(pattern))):
         if path.relative_to(PACKAGE).as_posix() not in NOT_SHOWN:
             for text in _templates(ast.parse(path.read_text(encoding="utf-8")), only_errors=path not in whole):
                 yield text, path

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_widgets.analysis.fake_kernels import FakeKernels, UnfakeableError
+from amp_widgets.analysis.fake_numbers import KnownNumbers
 from amp_widgets.core.layers import inner_model
 from amp_widgets.core.memory.compiled import is_compiled
 
@@ -151,6 +152,7 @@ class _Fakes:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._known: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+        self.numbers = KnownNumbers()
 
     def of(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
@@ -159,6 +161,7 @@ class _Fakes:
             known = self._known.get(tensor)
             if known is None:
                 known = self._known[tensor] = self._made(tensor)
+                self.numbers.note(known, tensor)
         return known
 
     def in_all(self, values: Any) -> Any:
@@ -192,7 +195,7 @@ class _RealToFake(TorchFunctionMode):
             return self._fakes.of(args[0])
         if _has_real((args, kwargs)):
             args, kwargs = self._fakes.in_all((args, kwargs))
-        return function(*args, **(kwargs or {}))
+        return self._fakes.numbers.call(function, args, kwargs or {})
 
 
 def _has_real(values: Any) -> bool:

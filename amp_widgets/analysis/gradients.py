@@ -619,10 +619,11 @@ def _sentences(found: GradientRange, scale: float, format: HalfFormat) -> Iterab
         yield f"{format} at {_at(scale)}: {_gradients_of(too_large)} would {verb}"
     gone = [] if scale >= found.scale else found._parameters_not_finite()
     if gone:
-        words = _gradients_of(gone)
+        at = _at(found.scale)
         yield (
-            f"{words[0].upper()}{words[1:]} {'was' if len(gone) == 1 else 'were'} inf or NaN at {_at(found.scale)}: whether that "
-            "is so at this one is not known"
+            f"The gradient of {gone[0]} was inf or NaN at {at}: whether that is so at this one is not known"
+            if len(gone) == 1
+            else f"The gradients of {_some(gone)} were inf or NaN at {at}: whether that is so at this one is not known"
         )
     total = found.total
     if total.looked_at < total.elements:
@@ -642,8 +643,14 @@ def _sentences(found: GradientRange, scale: float, format: HalfFormat) -> Iterab
 
 
 def _gradients_of(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    return f"the gradient{'s' if len(names) > 1 else ''} of {shown}"
+    listed, more = ", ".join(names[:_NAMED]), len(names) - _NAMED
+    if more > 0:
+        return f"the gradients of {listed} and {more} more"
+    return f"the gradient{'s' if len(names) > 1 else ''} of {listed}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _at(scale: float) -> str:

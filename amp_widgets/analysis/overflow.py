@@ -186,7 +186,7 @@ class RepeatedSkips:
     def sentence(self) -> str:
         """``30 single skips from step 0 to 87, every third step, at scales from 2^4 to 2^16: first overflow in head.weight``."""
         gaps = {later.step - step.step for step, later in itertools.pairwise(self.steps)}
-        every = f", every {_every(gaps.pop())}" if len(gaps) == 1 else ""
+        every = _every(gaps.pop()) if len(gaps) == 1 else ""
         scales = [step.scale for step in self.steps]
         low, high = format_scale(min(scales)), format_scale(max(scales))
         at = f"at scales from {low} to {high}" if low != high else f"at scale {high}"
@@ -409,7 +409,7 @@ def no_inf_checks(history: History, refused: Iterable[NoChecksNote] = ()) -> Dia
 
 
 def _every(steps: int) -> str:
-    return {2: "second step", 3: "third step"}.get(steps, f"{steps:,} steps")
+    return {2: ", every second step", 3: ", every third step"}.get(steps, f", every {steps:,} steps")
 
 
 _SCALED_LOSS = "the loss, scaled by so much"

@@ -130,8 +130,8 @@ class ParityReport:
                 "It cannot be told: this model does not give the same twice, also without checkpointing. Two such runs differ in "
                 f"{_summary(self.noise)}."
             )
-        blamed = f" It comes from checkpointing {', '.join(map(repr, self.blamed))}." if self.blamed else ""
-        return f"Checkpointing changes {_summary(self.differences)}.{blamed}"
+        changed = f"Checkpointing changes {_summary(self.differences)}."
+        return f"{changed} It comes from checkpointing {', '.join(map(repr, self.blamed))}." if self.blamed else changed
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -360,6 +360,7 @@ def _summary(differences: tuple[Difference, ...]) -> str:
     count = counts["random"]
     words += [f"{count} random state{'s' * (count > 1)}"] * bool(count)
     first = differences[0]
-    named = "the loss" if first.kind == "loss" else f"the {first.kind}{' state' * (first.kind == 'random')} of {first.name}"
+    kind = "random state" if first.kind == "random" else first.kind
+    named = "the loss" if first.kind == "loss" else f"the {kind} of {first.name}"
     size = "" if math.isnan(first.largest) else f", off by {error_text(first.largest)}"
     return f"{' and '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)}; first {named}{size}"

@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 from amp_widgets.charts import look
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.flags import CHARACTER_PX
-from amp_widgets.charts.label_places import Places
+from amp_widgets.charts.label_places import Places, label_px
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import memory_text
-from amp_widgets.language import in_language, say
+from amp_widgets.language import in_language, marked_all, say
 
 try:
     import plotly.graph_objects as go
@@ -38,6 +37,8 @@ FORMAT_COLOURS: dict[Theme, dict[str, str]] = {
     "dark": {"fp32": "#56b4e9", "fp16": "#ff8c42", "bf16": "#2fbf93"},
 }
 """Okabe and Ito's, 3:1 against the background; the labels name the format, too."""
+SETS = marked_all("none", "all", "planned", "chosen")
+"""What sets of checkpointed layers are called that have a name by themselves."""
 LAYER_SYMBOLS = {"none": "circle", "all": "square", "planned": "diamond", "chosen": "triangle-up"}
 """By what a set of checkpointed layers is called."""
 OTHER_SYMBOLS = ("cross", "star", "hexagon", "triangle-down", "pentagon", "bowtie")
@@ -139,6 +140,21 @@ def comparison_sentence(rows: Sequence[RowLike]) -> str:
     )
 
 
+def set_name(name: str, *beside: str) -> str:
+    """What a set of checkpointed layers is called in the language, and `beside` it as it is typed and as labels have it.
+
+    Parameters
+    ----------
+    name
+        One of `SETS`; others are their user's, and stay as they are.
+    beside
+        What else is said of it.
+    """
+    told = say(name) if name in SETS else name
+    more = ", ".join([*([name] if told != name else []), *beside])
+    return f"{told} ({more})" if more else told
+
+
 class _Scale:
     """The axes, and where on the plot a point is."""
 
@@ -176,7 +192,7 @@ def _label_places(rows: Sequence[RowLike], scale: _Scale) -> list[str]:
         x, y = scale.pixels(row)
         places.take_point(x, y)
         places.take((scale.across(row.step_s_low), y - _BAR_PX, scale.across(row.step_s_high), y + _BAR_PX), 1.0)
-    return [places.put(*scale.pixels(row), CHARACTER_PX * len(_short(row))) for row in rows]
+    return [places.put(*scale.pixels(row), label_px(_short(row))) for row in rows]
 
 
 def _is_drawn(row: RowLike) -> bool:
@@ -247,7 +263,7 @@ def _legend(rows: Sequence[RowLike], symbols: dict[str, str], colours: look.Colo
         colour = FORMAT_COLOURS[theme].get(format, colours.muted)
         entries.append((format, _marker("circle", colour, colours), {"format": format}, "legend"))
     for name, symbol in symbols.items():
-        words = escaped(say("{layers} checkpointed", layers=shortened(name, LEGEND_CHARACTERS)))
+        words = escaped(say("{layers} checkpointed", layers=shortened(set_name(name), LEGEND_CHARACTERS)))
         entries.append((words, _marker(symbol, colours.muted, colours), {"layers": name}, "legend2"))
     return [
         {

@@ -89,8 +89,11 @@ class FigurePage {
     this.shown = figure;
     layout.uirevision ??= `figure ${this.revision}`; // a figure that is renewed by itself says where a zoom is to stay
     this.described = { height: layout.height, top: layout.margin?.t ?? 0, notes: structuredClone(layout.annotations ?? []) };
-    layout.margin = { ...layout.margin, autoexpand: false }; // the room that Plotly makes for a legend, it does not take back
-    this.makeRoom(layout, this.legendPx ?? LEGEND_PX);
+    this.own = figure.own; // one of the user's: laid out as Plotly does it
+    if (!this.own) {
+      layout.margin = { ...layout.margin, autoexpand: false }; // the room that Plotly makes for a legend, it does not take back
+      this.makeRoom(layout, this.legendPx ?? LEGEND_PX);
+    }
     this.arranging = true;
     try {
       await this.plotly.react(this.plot, data, layout, CONFIG);
@@ -114,7 +117,7 @@ class FigurePage {
 
   // After each drawing and each zoom: room for the legend, and notes with an arrow where they are read.
   async arrange() {
-    if (this.arranging || this.ended.signal.aborted) return;
+    if (this.arranging || this.own || this.ended.signal.aborted) return;
     this.arranging = true;
     try {
       const { legend, height } = this.plot._fullLayout;

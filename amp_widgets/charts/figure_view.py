@@ -45,7 +45,7 @@ class FigureView(anywidget.AnyWidget):
         self._esm = page_script_in_language(type(self)._esm)
         super().__init__(note=note, label=note, asset=plotly_asset())
 
-    def show(self, draw: Callable[[Theme], go.Figure], *, label: str) -> None:
+    def show(self, draw: Callable[[Theme], go.Figure], *, label: str, own: bool = False) -> None:
         """Show another figure; one that is equal to the one shown is not sent again.
 
         Parameters
@@ -54,8 +54,11 @@ class FigureView(anywidget.AnyWidget):
             Theme → figure; its colours may differ between the themes, and what else does costs a message's size.
         label
             The same in words.
+        own
+            It is one of the user's: but for colours, it is laid out as Plotly does it.
         """
-        self._put(two_themes(draw), label)
+        figure = two_themes(draw)
+        self._put({**figure, "own": True} if own else figure, label)
 
     def clear(self, note: str) -> None:
         """Show `note` and no figure."""

@@ -12,7 +12,9 @@ LANES = 5
 LANE_PX = 15
 FIRST_LANE_PX = 20
 """Above the plot; the titles are below the lanes."""
+FLAG_FONT_PX = 11
 CHARACTER_PX = 6.1
+"""Of that font, about how wide a letter is."""
 MOST_FLAGS = 60
 
 
@@ -100,7 +102,7 @@ def label_annotation(flag: Flag, *, colour: str, background: str) -> dict[str, A
         "yshift": FIRST_LANE_PX + flag.lane * LANE_PX,
         "text": flag.label,
         "showarrow": False,
-        "font": {"size": 11, "color": colour},
+        "font": {"size": FLAG_FONT_PX, "color": colour},
         "bgcolor": background,
         "borderpad": 0,
     }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from amp_widgets.language import in_language, say, say_number
+from amp_widgets.language import reason_in_language, say, say_number
 
 
 class EventLike(Protocol):
@@ -47,19 +47,19 @@ def shortened(text: str, characters: int) -> str:
 
 def event_label(event: EventLike) -> str:
     """A few words for the line of an event: ``fp16, 4 layers``. Escaped."""
-    return escaped(shortened(", ".join(_changes(event)) or in_language(event.reason), LABEL_CHARACTERS))
+    return escaped(shortened(", ".join(_changes(event)) or reason_in_language(event), LABEL_CHARACTERS))
 
 
 def short_event_label(event: EventLike) -> str:
     """The same for where there is little room, the first change and how many more: ``fp16 +1``. Escaped."""
-    first, *others = _changes(event) or [in_language(event.reason)]
+    first, *others = _changes(event) or [reason_in_language(event)]
     more = f" +{len(others)}" if others else ""
     return escaped(shortened(first, SHORT_LABEL_CHARACTERS - len(more)) + more)
 
 
 def event_text(event: EventLike) -> str:
     """What is read on pointing at the mark of an event. Escaped."""
-    return escaped(shortened(in_language(event.reason), HOVER_CHARACTERS))
+    return escaped(shortened(reason_in_language(event), HOVER_CHARACTERS))
 
 
 def _changes(event: EventLike) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from amp_widgets.charts import look, peaks
 from amp_widgets.charts._extras import missing_extra
 from amp_widgets.charts.ceiling import Ceiling, Death, ceiling_height, ceiling_parts, death_parts, death_text, deaths_text
 from amp_widgets.charts.decimate import kept_points
+from amp_widgets.charts.label_places import label_px
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import KIND_NAMES, KIND_PATTERNS, KINDS, StepLike
@@ -31,6 +33,10 @@ TITLE_PX = 28
 MARGIN_PX = {"t": 64, "b": 62, "l": 64, "r": 34}
 MOST_POINTS = 600
 """A mountain has about this many points: there are not more pixels. Peak and the ends of phases are among them."""
+NARROW_PX = 530.0
+"""Of a plot: notes are placed for it, and have more room in a wider one."""
+NOTE_PX, NOTE_PAD_PX = 46.0, 2
+"""So far beside its peak a note is, and around its text."""
 BRACKET_AT = 102.0
 """Right of the step, where the distance of two peaks is drawn."""
 ROOM = 16.0
@@ -348,18 +354,22 @@ def _peak_notes(steps: Sequence[_Step], colours: look.Colours, top: float) -> li
             *([escaped(shortened(in_language(step.profile.label), NOTE_CHARACTERS))] if other is not None else []),
             place,
         ]
-        right = step.peak_x < RIGHTMOST and (low or (other is None and step.peak_x < WIDTH / 2))
+        from_axis = step.peak_x / (WIDTH + (ROOM if other is not None else 0)) * NARROW_PX
+        text_px = max(label_px(html.unescape(line.removeprefix("<b>").removesuffix("</b>")), bold=line == what) for line in lines)
+        over_axis = text_px + 2 * NOTE_PAD_PX - from_axis  # so far a note on the left would reach beyond the peak
+        right = step.peak_x < RIGHTMOST and (low or over_axis > NOTE_PX or (other is None and step.peak_x < WIDTH / 2))
         up = 26 if highest == step.peak_bytes else 40
         if low and not right and other is not None and other.peak_bytes - step.peak_bytes < SMALLEST_GAP * top:
             up = -up
         text = "<br>".join(line for line in lines if line)
         notes.append(
             {
-                "x": step.peak_x, "y": step.peak_bytes, "ax": 46 if right else -46, "ay": -up,
+                "x": step.peak_x, "y": step.peak_bytes, "ax": NOTE_PX if right else max(-NOTE_PX, over_axis), "ay": -up,
                 "xanchor": "left" if right else "right",
                 "text": text, "align": "left" if right else "right",
                 "showarrow": True, "arrowhead": 2, "arrowwidth": 1.5, "arrowcolor": colours.text, "name": f"peak {step.number}",
-                "font": {"size": 12, "color": colours.text}, "bgcolor": colours.background, "opacity": 0.92, "borderpad": 2,
+                "font": {"size": 12, "color": colours.text}, "bgcolor": colours.background, "opacity": 0.92,
+                "borderpad": NOTE_PAD_PX,
             }
         )  # fmt: skip
     return notes

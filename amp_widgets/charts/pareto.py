@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from amp_widgets.charts import look
 from amp_widgets.charts._extras import missing_extra
-from amp_widgets.charts.flags import CHARACTER_PX
-from amp_widgets.charts.label_places import Places
+from amp_widgets.charts.label_places import LINE_PX, Places, label_px
 from amp_widgets.charts.labels import escaped, shortened
 from amp_widgets.charts.look import Theme
 from amp_widgets.charts.peaks import memory_text
@@ -161,6 +161,7 @@ class _Scale:
     """The axes, and where on the plot a point is."""
 
     def __init__(self, found: Sequence[Together], measured: Sequence[MeasuredLike], budget_bytes: float) -> None:
+        self.budget_bytes = budget_bytes
         times_ms = [1e3 * one[0].extra_s for one in found]
         times_ms += [1e3 * one.extra_s for one in measured if math.isfinite(one.extra_s)]
         low, high = min([*times_ms, 0.0]), max([*times_ms, 0.0])
@@ -179,14 +180,13 @@ class _Scale:
 _WIDTH_PX = ASSUMED_WIDTH_PX - MARGIN_PX["l"] - MARGIN_PX["r"]
 _PLOT_PX = HEIGHT_PX - MARGIN_PX["t"] - MARGIN_PX["b"]
 _GAP_PX = MARKER_PX / 2 + 3
+_LINE_PX = 3.0
+"""Half of what a line takes."""
 
 
 def _curve(found: Sequence[Together], colours: look.Colours) -> dict[str, Any]:
     """The sets that no other beats in both, the cheapest first; between two, what the cheaper one needs."""
-    front: list[PointLike] = []
-    for one in sorted((together[0] for together in found), key=lambda point: (point.extra_s, point.peak_bytes)):
-        if not front or one.peak_bytes < front[-1].peak_bytes:
-            front.append(one)
+    front = _front(found)
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -201,12 +201,32 @@ def _curve(found: Sequence[Together], colours: look.Colours) -> dict[str, Any]:
     }
 
 
+def _front(found: Sequence[Together]) -> list[PointLike]:
+    front: list[PointLike] = []
+    for one in sorted((together[0] for together in found), key=lambda point: (point.extra_s, point.peak_bytes)):
+        if not front or one.peak_bytes < front[-1].peak_bytes:
+            front.append(one)
+    return front
+
+
+def _take_lines(places: Places, found: Sequence[Together], scale: _Scale) -> None:
+    """A label is harder to read on the curve, and on the line of the budget and its words."""
+    corners = [scale.pixels(point.extra_s, point.peak_bytes) for point in _front(found)]
+    for (x, y), (next_x, next_y) in itertools.pairwise(corners):
+        places.take((x, y - _LINE_PX, next_x, y + _LINE_PX), 1.0)
+        places.take((next_x - _LINE_PX, y, next_x + _LINE_PX, next_y), 1.0)
+    _, y = scale.pixels(0.0, scale.budget_bytes)
+    places.take((0.0, y - _LINE_PX, _WIDTH_PX, y + _LINE_PX), 1.0)
+    places.take((0.0, y - LINE_PX, label_px(_budget_text(scale.budget_bytes)), y), 3.0)
+
+
 def _points(
     found: Sequence[Together], measured: dict[frozenset[str], MeasuredLike], scale: _Scale, colours: look.Colours
 ) -> list[dict[str, Any]]:
     """The sets with names, then what was measured of them."""
     named = [together for together in found if _names(together)]
     places = Places(_WIDTH_PX, _PLOT_PX, _GAP_PX)
+    _take_lines(places, found, scale)
     for together in found:
         places.take_point(*scale.pixels(together[0].extra_s, together[0].peak_bytes), weight=3.0 if _names(together) else 0.3)
     for layers, one in measured.items():
@@ -216,8 +236,8 @@ def _points(
         names = sorted(_names(together), key=lambda name: ORDER.index(name) if name in ORDER else 99)
         first = together[0]
         text = shortened(", ".join(map(say, names)), LABEL_CHARACTERS)
-        place = places.put(*scale.pixels(first.extra_s, first.peak_bytes), CHARACTER_PX * len(text))
         is_plan = PLAN in names
+        place = places.put(*scale.pixels(first.extra_s, first.peak_bytes), label_px(text, bold=is_plan))
         colour = colours.peak if is_plan else colours.text
         traces.append(
             {
@@ -333,10 +353,14 @@ def _budget_line(budget_bytes: float, colours: look.Colours) -> tuple[list[dict[
     }  # fmt: skip
     text = {
         "xref": "paper", "x": 0.005, "xanchor": "left", "yref": "y", "y": budget_bytes, "yanchor": "bottom", "showarrow": False,
-        "text": say("budget {size}", size=memory_text(budget_bytes)),
+        "text": _budget_text(budget_bytes),
         "font": {"size": 12, "color": colours.alarm}, "name": "budget",
     }  # fmt: skip
     return [line], [text]
+
+
+def _budget_text(budget_bytes: float) -> str:
+    return say("budget {size}", size=memory_text(budget_bytes))
 
 
 def _milliseconds(duration_s: float) -> str:

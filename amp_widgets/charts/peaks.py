@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from amp_widgets.charts.phases import PhaseLike
 from amp_widgets.language import marked, say
+from amp_widgets.size_text import difference_text as difference_text
+from amp_widgets.size_text import memory_text as memory_text
+from amp_widgets.size_text import sizes_texts as sizes_texts
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 """What memory is for, in the order of the columns of `StepLike.bytes_by_kind`; at the bottom of the picture the first."""
@@ -30,9 +33,6 @@ KIND_PATTERNS = {
     "other": ".",
 }  # fmt: skip
 """Kind → Plotly's name of the pattern of its area, by which it is told apart without colours."""
-FAR_APART = 50
-"""Sizes so many times as large as each other are each written in a unit of its own."""
-MOST_DIGITS = 3
 _PHASES = {
     "forward": marked("forward"), "loss": marked("loss"), "backward": marked("backward"), "optimizer": marked("optimizer"),
     "recompute": marked("recompute"), "other": marked("other"),
@@ -112,21 +112,6 @@ class StepLike(Protocol):
     def allocator(self) -> Sequence[AllocatorLike]: ...
 
 
-def memory_text(size_bytes: float) -> str:
-    """Bytes with one decimal, fit to be compared.
-
-    >>> memory_text(104_390_000), memory_text(950), memory_text(0)
-    ('104.4 MB', '950 B', '0 B')
-    """
-    if abs(size_bytes) < 1000:
-        return f"{size_bytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        size_bytes /= 1000
-        if abs(size_bytes) < 999.95 or unit == "TB":
-            break
-    return f"{size_bytes:,.1f} {unit}"
-
-
 def peak_of(step: StepLike) -> tuple[int, int]:
     """The first point with the most bytes, and how many they are; (-1, 0) without points."""
     total = step.bytes_by_kind.sum(axis=1)
@@ -162,46 +147,6 @@ def phase_name(phase: str) -> str:
 def peak_text(step: StepLike) -> str:
     """``peak 104.4 MB in backward of layers.3``."""
     return say("peak {size} {place}", size=memory_text(peak_of(step)[1]), place=peak_place(step)).strip()
-
-
-def sizes_texts(before_bytes: float, after_bytes: float) -> tuple[str, str, str]:
-    """Two sizes and how far they are apart, such that the third is the difference of the first two as they are written.
-
-    >>> sizes_texts(10_051_000, 5_249_000), sizes_texts(10_140_000, 10_260_000)
-    (('10.1 MB', '5.2 MB', '4.9 MB'), ('10.14 MB', '10.26 MB', '0.12 MB'))
-    """
-    small, large = sorted((abs(before_bytes), abs(after_bytes)))
-    texts = memory_text(before_bytes), memory_text(after_bytes)
-    same_unit = texts[0].split()[1] == texts[1].split()[1]
-    if large < 1000 or small == large or not (same_unit or large <= FAR_APART * small):
-        return *texts, memory_text(abs(after_bytes - before_bytes))
-    unit = memory_text(large).split()[1]
-    scale = 1000.0 ** (1 + ("kB", "MB", "GB", "TB").index(unit))
-    before, after = before_bytes / scale, after_bytes / scale
-    digits = 1
-    while digits < MOST_DIGITS and min(abs(after - before), small / scale) * 10**digits < 10:
-        digits += 1
-    change = abs(round(after, digits) - round(before, digits))
-    if not change:
-        return *texts, memory_text(abs(after_bytes - before_bytes))
-    return f"{before:,.{digits}f} {unit}", f"{after:,.{digits}f} {unit}", f"{change:,.{digits}f} {unit}"
-
-
-def difference_text(before_bytes: int, after_bytes: int) -> str:
-    """What became of a peak, in bytes and per cent.
-
-    >>> difference_text(185_100_000, 104_400_000)
-    'peak 185.1 MB → 104.4 MB: 80.7 MB less (-43.6 %)'
-    """
-    change = after_bytes - before_bytes
-    before, after, apart = sizes_texts(before_bytes, after_bytes)
-    values = {"before": before, "after": after, "apart": apart}
-    if change == 0:
-        return say("peak {before} → {after}: the same", **values)
-    share = f" ({100 * change / before_bytes:+.1f} %)" if before_bytes else ""
-    if change > 0:
-        return say("peak {before} → {after}: {apart} more", **values) + share
-    return say("peak {before} → {after}: {apart} less", **values) + share
 
 
 def recompute_s(step: StepLike) -> float:

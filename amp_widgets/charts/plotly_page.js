@@ -39,13 +39,20 @@ function typeScale() {
   return TYPE_SIZES[document.documentElement.dataset.ampType] ?? 1;
 }
 
+// Windows' high contrast: the system's colours, which themes.css hands on.
+function isForced() {
+  return matchMedia("(forced-colors: active)").matches;
+}
+
 function isHighContrast() {
   const { dataset } = document.documentElement;
+  if (isForced()) return true;
   const theme = dataset.ampTheme ?? document.documentElement.getAttribute("theme"); // the latter on an exported page
   return theme === "high-contrast" || (!theme && matchMedia("(prefers-contrast: more)").matches);
 }
 
 function isDark() {
+  if (isForced()) return matchMedia("(prefers-color-scheme: dark)").matches; // by the system's background, as browsers have it
   const { body, documentElement } = document;
   const chosen = documentElement.dataset.ampTheme;
   if (chosen === "light" || chosen === "dark") return chosen === "dark";
@@ -67,7 +74,9 @@ function watchTheme(changed, signal) {
   };
   observer.observe(document.body, attributes);
   observer.observe(document.documentElement, attributes);
-  for (const query of ["(prefers-color-scheme: dark)", "(prefers-contrast: more)"]) matchMedia(query).addEventListener("change", changed, { signal });
+  for (const query of ["(prefers-color-scheme: dark)", "(prefers-contrast: more)", "(forced-colors: active)"]) {
+    matchMedia(query).addEventListener("change", changed, { signal });
+  }
   signal.addEventListener("abort", () => observer.disconnect());
 }
 
@@ -76,7 +85,8 @@ function watchTheme(changed, signal) {
 function takePageColours(data, layout, root, plot) {
   const style = getComputedStyle(root);
   const of = (name, fallback) => style.getPropertyValue(name).trim() || fallback;
-  const chosen = document.documentElement.dataset.ampTheme !== undefined; // then the variables say one for each of light and dark
+  // then the variables say one for each of light and dark, or a name of the system's
+  const chosen = document.documentElement.dataset.ampTheme !== undefined || isForced();
   const background = chosen ? style.backgroundColor : of("--jp-layout-color0", layout.paper_bgcolor);
   const text = chosen || isHighContrast() ? style.color : of("--jp-ui-font-color1", layout.font.color);
   Object.assign(layout, { paper_bgcolor: background, plot_bgcolor: background });

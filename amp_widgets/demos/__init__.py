@@ -45,7 +45,8 @@ def demo(name: str = "digits", *, display: bool = True, scenarios: bool = False)
     -------
     AmpSession
         Prepared, not started: press Start, or call ``session.start()``. When another situation is chosen on the page, or one is
-        run again, it is closed; the notebook's names that stood for it then stand for the session that takes its place.
+        run again, it is closed; the notebook's names that stood for it then stand for the session that takes its place. When
+        the cell that has shown it is run again, it is closed as well.
 
     Raises
     ------
@@ -97,12 +98,9 @@ def _session_of_scenario(name: str, *, display: bool) -> AmpSession:
 
     known = _known_scenario(name)
     if display and kernel.in_kernel():
-        from IPython.display import display as show
-
         panel = scenario(known)
         panel.on_session(_Renamed(panel.session))
-        shown: Any = show
-        shown(panel)
+        _show_in_cell(panel)
         return panel.session
     session: AmpSession = _scenarios().SCENARIOS[known].session()
     return session
@@ -150,9 +148,29 @@ def _scenarios() -> Any:
 def _show(session: AmpSession) -> None:
     from amp_widgets import kernel
 
-    if not kernel.in_kernel():
-        return
+    if kernel.in_kernel():
+        _show_in_cell(session.dashboard(), session)
+
+
+def _show_in_cell(view: Any, *others: Any) -> None:
+    """Display the `view`, and close what the cell has shown when it was run before, with the `others` that belonged to it."""
+    from IPython.core.getipython import get_ipython
     from IPython.display import display
 
-    shown: Any = display
-    shown(session.dashboard())
+    from amp_widgets.cell import cell_id
+
+    shell: Any = get_ipython()
+    place, count = cell_id(shell), shell.execution_count
+    if place:
+        before, shown = _shown.get(place, (count, []))
+        if before != count:
+            for one in shown:
+                one.close()
+            shown = []
+        _shown[place] = (count, [*shown, *others, view])
+    show: Any = display
+    show(view)
+
+
+_shown: dict[str, tuple[int, list[Any]]] = {}
+"""By cell: the number under which it was run last, and what it has shown then."""

@@ -150,8 +150,9 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
         self._end_run()
         with self._lock:
             self._listeners.clear()
-            self._dashboard.close()
             self.session.close()
+            self._dashboard.tick()  # the picture that stays in the notebook is that of the whole run
+            self._dashboard.close()
             for part in (self._choice, self._measure, self.question):
                 part.close()
             for box in (self._right, self._play, self):
@@ -285,7 +286,7 @@ class ScenarioPanel(ipywidgets.Box):  # type: ignore[misc]  # ipywidgets is unty
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RunError("scenario: it is closed; play it again with: %amp demo " + self.scenario.name)
+            raise RunError(f"scenario: it is closed; play it again with: %amp demo {self.scenario.name}")
 
     def _end_run(self) -> None:
         self._stop.set()

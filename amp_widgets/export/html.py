@@ -30,6 +30,7 @@ from amp_widgets.export.new_file import check_free
 from amp_widgets.export.page import Page, Plotly
 from amp_widgets.export.run_block import kept_rows, run_block
 from amp_widgets.export.run_figures import RunFigures
+from amp_widgets.language import Said, reason_in_language, say
 from amp_widgets.recording.differences import fact_text
 from amp_widgets.recording.run_like import RunLike, facts_of, name_of, newest_history
 
@@ -132,7 +133,7 @@ class _RunPage:
         notes = [event for event in self._events if event.kind == "note"]
         if notes:
             self.page.heading("Notes")
-            said = [f"Step {event.step:,}: {shortened(event.reason, CELL_CHARACTERS)}" for event in notes]
+            said = [Said(say("Step {step}: {reason}", step=f"{event.step:,}", reason=_reason(event))) for event in notes]
             self.page.bullets(said[:MOST_ROWS])
 
     def _training(self) -> None:
@@ -320,7 +321,11 @@ def _together(events: Sequence[Event]) -> Iterator[tuple[str, str, str, str]]:
 
 def _row(event: Event) -> tuple[str, str, str, str]:
     kind = shortened(event.kind, LABEL_CHARACTERS).replace("_", "\u00a0")
-    return f"{event.step:,}", _after(event), kind, shortened(event.reason, CELL_CHARACTERS)
+    return f"{event.step:,}", _after(event), kind, _reason(event)
+
+
+def _reason(event: Event) -> Said:
+    return Said(shortened(reason_in_language(event), CELL_CHARACTERS))
 
 
 def _after(event: Event) -> str:

@@ -83,7 +83,7 @@ class Page:
         head = "".join(f"<th scope=col{kind}>{_said(name)}</th>" for name, kind in zip(columns, side, strict=True))
         cells = (
             "".join(
-                f"<td{kind}>{_said(cell) if ' ' in cell else escaped(cell)}</td>" for cell, kind in zip(row, side, strict=True)
+                f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, side, strict=True)
             )
             for row in rows
         )

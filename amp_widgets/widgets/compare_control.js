@@ -59,7 +59,7 @@ export default {
 
     const lossHead = h("span", {}, "loss");
     const heads = COLUMNS.map(([label, title, numeric], position) =>
-      h("th", { scope: "col", title, class: numeric ? "ampw-number" : null }, position === LOSS_COLUMN ? lossHead : label));
+      h("th", { scope: "col", title, class: numeric ? "ampw-number" : position === COLUMNS.length - 1 ? "ampw-action" : null }, position === LOSS_COLUMN ? lossHead : label));
     const { view, lines } = scrolledTable(titleId, ...heads);
     const verdict = h("ul", { class: "ampw-verdict", role: "status" });
     const words = h("div", {});
@@ -90,7 +90,7 @@ export default {
         const element = h("tr", {}, head,
           cell(row.peak), cell(row.peak_ratio), cell(row.time, row.spread),
           cell(row.time_ratio, "", row.unsure ? "ampw-unsure" : "", row.unsure || null),
-          cell(row.samples), cell(row.loss), cell(row.gradients, row.remark), cell(row.skipped), h("td", {}, use));
+          cell(row.samples), cell(row.loss), cell(row.gradients, row.remark), cell(row.skipped), h("td", { class: "ampw-action" }, use));
         uses.push({ use, element });
         return element;
       }));

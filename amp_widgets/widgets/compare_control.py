@@ -13,6 +13,7 @@ from amp_widgets.analysis.comparison import LEAST_STEPS, Comparison, Progress, R
 from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.analysis.corners import all_layers
 from amp_widgets.analysis.relative_error import error_text
+from amp_widgets.charts.comparison import SETS, set_name
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.number_text import ratio_text, time_text
 from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
@@ -40,8 +41,6 @@ EXAMPLE = marked(
     "all layers checkpointed and 34.4 MB with both. The first gradients are off by about 3e-03 in bf16 and 4e-04 in fp16, and by "
     "nothing where layers are only checkpointed. What becomes of the step time differs from one CPU to the next: see yours."
 )
-SETS = ("none", "all", "planned", "chosen")
-"""What the sets of checkpointed layers are called, as `corners_of` knows them."""
 STEPS = (3, 5, 10, 20)
 ROUNDS = (1, 3, 5, 9)
 
@@ -212,12 +211,10 @@ class CompareControl(Control):
         }
         for name, its in (("all", self._all), ("planned", self._planned)):
             if chosen and its is not None and set(chosen) == set(its) and not why_off[name]:
-                why_off["chosen"] = say("the layers that are checkpointed now are those of {name}", name=name)
+                why_off["chosen"] = say("the layers that are checkpointed now are those of {name}", name=set_name(name))
         labels = {
-            "none": "none",
-            "all": _counted("all", self._all),
-            "planned": _counted("planned", self._planned or ()),
-            "chosen": _counted("chosen", chosen),
+            name: set_name(name, *([str(len(layers))] if layers else []))
+            for name, layers in zip(SETS, ((), self._all, self._planned, chosen), strict=True)
         }
         return [[name, labels[name], name in self._ticked["set"], why_off[name]] for name in SETS]
 
@@ -310,10 +307,6 @@ def _unsure(row: Row) -> str:
 
 def _or_dash(text: str, number: float) -> str:
     return "–" if math.isnan(number) else text
-
-
-def _counted(name: str, layers: Sequence[str]) -> str:
-    return f"{name} ({len(layers)})" if layers else name
 
 
 def _size_text(grid: Mapping[str, Sequence[str]], steps: int) -> str:

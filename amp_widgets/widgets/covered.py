@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from IPython.display import display as _display
-from IPython.utils.capture import capture_output
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.getipython import get_ipython
+from IPython.utils.capture import CapturedIO, capture_output
 
 from amp_widgets.language import say
 from amp_widgets.widgets.question_text import WAITING, Value
-
-display: Any = _display
-Part = tuple[dict[str, Any], dict[str, Any]]
-"""MIME type → content, and its metadata."""
 
 
 class Guessed(Protocol):
@@ -33,46 +31,185 @@ class Guessed(Protocol):
 def cover(questions: Sequence[Guessed]) -> Iterator[None]:
     """Keep what is printed and displayed inside until all `questions` have a guess; then show it where it was covered.
 
-    What is printed comes first. Warnings and errors are not covered.
+    What is printed comes first. Warnings and errors are not covered. What is displayed under a display id keeps it, and updates
+    of it are kept back, too, as long as it is covered: a dashboard's picture and a handle's ``update`` do not tell the answer
+    early, and what is uncovered is the newest.
 
     Parameters
     ----------
     questions
         What the output tells the answers of.
     """
+    covered = _Cover(questions)
+    _gate.enter(covered)
     try:
         with capture_output(stderr=False) as captured:
             yield
     except BaseException:
+        _gate.leave(covered)
         captured.show()
         raise
-    printed: list[Part] = [({"text/plain": captured.stdout.removesuffix("\n")}, {})] if captured.stdout else []
-    parts = [*printed, *((one.data, one.metadata or {}) for one in captured.outputs)]
-    _Cover(questions, parts)
+    covered.put(captured)
+
+
+class _Part(NamedTuple):
+    """An output that waits."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    here: bool
+    """It was displayed where it is covered; else it is an update of an output elsewhere."""
 
 
 class _Cover:
-    """Outputs in a cell that wait for guesses."""
+    """Outputs in a cell that wait for guesses.
 
-    def __init__(self, questions: Sequence[Guessed], parts: Sequence[Part]) -> None:
+    Attributes
+    ----------
+    parts
+        Display id → what is to be shown there.
+    """
+
+    def __init__(self, questions: Sequence[Guessed]) -> None:
         self._questions = questions
-        self._waiting = {f"ampw-covered-{uuid.uuid4().hex}": part for part in parts}
-        covered = not self._all_guessed()
-        for number, (place, (data, metadata)) in enumerate(self._waiting.items()):
-            if covered:
-                display({"text/plain": "" if number else say(WAITING)}, raw=True, display_id=place)
-            else:
-                display(data, metadata=metadata, raw=True, display_id=place)
-        if covered:
-            for question in questions:
-                question.on_guess(self._look)
+        self.parts: dict[str, _Part] = {}
+        self._put = False
+
+    def put(self, captured: CapturedIO) -> None:
+        """Keep all this, with a word in its place; or show it, where there are guesses already."""
+        with _gate.lock:
+            if self._all_guessed():
+                _gate.leave(self)
+                captured.show()
+                return
+            places = self._kept(captured)
+            _gate.forget_before(self, places)
+            for place in places:  # those of one id show the same
+                text = say(WAITING) if place == places[0] else ""
+                _gate.publish(place, {"text/plain": text}, {}, update=False)
+            self._put = True
+        for question in self._questions:
+            question.on_guess(self._look)
+        self._look()  # a guess may have come meanwhile
+
+    def _kept(self, captured: CapturedIO) -> list[str]:
+        """Keep the outputs, each as it is at last; and give the ids of those that are displayed here, in their order."""
+        places: list[str] = []
+        if captured.stdout:
+            places.append(_new_id())
+            self.parts[places[0]] = _Part({"text/plain": captured.stdout.removesuffix("\n")}, {}, True)
+        for output in captured.outputs:
+            place = output.transient.get("display_id") or ("" if output.update else _new_id())
+            if not output.update:
+                places.append(place)
+            if place:
+                self.parts[place] = _Part(output.data, output.metadata or {}, place in places)
+        return places
 
     def _all_guessed(self) -> bool:
         return all(question.guessed is not None for question in self._questions)
 
     def _look(self) -> None:
-        if not self._all_guessed():
+        with _gate.lock:
+            if self._put and self._all_guessed():
+                _gate.uncover(self)
+
+
+class _Gate:
+    """Keeps covers, and lets no update of what is covered through to the page: it stands before the shell's publisher then.
+
+    A cover within another one shows its word there, which the outer one keeps; what it uncovers goes to the outer one then.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # the refresher of a dashboard and a page's guess come on threads of their own
+        self._covers: list[_Cover] = []  # from when they were entered, the newest first: so an inner one comes before its outer
+        self._publisher: Any = None
+        self._publish: Any = None
+        self._own = False  # the cover's own messages pass
+
+    def enter(self, cover: _Cover) -> None:
+        """A cell is being covered from now on."""
+        with self.lock:
+            self._covers.insert(0, cover)
+            shell = get_ipython()
+            publisher = None if shell is None else shell.display_pub
+            if publisher is not self._publisher and not isinstance(publisher, CapturingDisplayPublisher):
+                self._step_aside()
+                if publisher is not None:
+                    self._publisher, self._publish = publisher, publisher.publish
+                    self._publisher.publish = self._filtered
+
+    def leave(self, cover: _Cover) -> None:
+        """It is covered no more."""
+        with self.lock:
+            if cover in self._covers:
+                self._covers.remove(cover)
+            if not self._covers:
+                self._step_aside()
+
+    def forget_before(self, cover: _Cover, places: Sequence[str]) -> None:
+        """What is displayed anew in a cover waits in no older one."""
+        for other in self._covers[self._covers.index(cover) + 1 :]:
+            for place in places:
+                other.parts.pop(place, None)
+
+    def uncover(self, cover: _Cover) -> None:
+        """Show all that it keeps, once; an outer cover that waits keeps it from then on."""
+        if cover not in self._covers:
             return
-        waiting, self._waiting = self._waiting, {}
-        for place, (data, metadata) in waiting.items():
-            display(data, metadata=metadata, raw=True, display_id=place, update=True)
+        older = self._covers[self._covers.index(cover) + 1 :]
+        for place, part in cover.parts.items():
+            if not _taken(older, place, part.data, part.metadata, update=True):
+                self.publish(place, part.data, part.metadata, update=True)
+        cover.parts.clear()
+        self.leave(cover)
+
+    def publish(self, place: str, data: dict[str, Any], metadata: dict[str, Any], *, update: bool) -> None:
+        """Show it, or change what is shown, whether something is covered there or not."""
+        shell = get_ipython()
+        if shell is None:
+            if data.get("text/plain"):
+                print(data["text/plain"])
+            return
+        self._own = True
+        try:
+            shell.display_pub.publish(data, metadata, transient={"display_id": place}, update=update)
+        finally:
+            self._own = False
+
+    def _filtered(
+        self, data: Any, metadata: Any = None, *args: Any, transient: Any = None, update: bool = False, **more: Any
+    ) -> None:
+        with self.lock:
+            place = (transient or {}).get("display_id")
+            if not self._own and place and _taken(self._covers, place, data, metadata or {}, update=update):
+                return
+            self._publish(data, metadata, *args, transient=transient, update=update, **more)
+
+    def _step_aside(self) -> None:
+        if self._publisher is not None and vars(self._publisher).get("publish") == self._filtered:
+            del self._publisher.publish
+        self._publisher = None
+
+
+def _taken(covers: Sequence[_Cover], place: str, data: dict[str, Any], metadata: dict[str, Any], *, update: bool) -> bool:
+    """Whether one of these keeps it; what is newer on the page is not changed back later."""
+    for cover in covers:
+        part = cover.parts.get(place)
+        if part is None:
+            continue
+        if not part.here:
+            del cover.parts[place]
+            continue
+        cover.parts[place] = _Part(data, metadata, True)
+        if update:
+            return True
+    return False
+
+
+def _new_id() -> str:
+    return f"ampw-covered-{uuid.uuid4().hex}"
+
+
+_gate = _Gate()

@@ -9,7 +9,7 @@ import traitlets
 
 from amp_widgets.charts.labels import shortened
 from amp_widgets.core.history import Event
-from amp_widgets.language import in_language, marked, say, say_number
+from amp_widgets.language import marked, reason_in_language, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
@@ -101,4 +101,4 @@ def _row(event: Event) -> list[Any]:
     who = shortened(source, 40) if isinstance(source, str) else ""
     tone = "bad" if event.kind in _BAD else ""
     what = say(_WORDS[event.kind]) if event.kind in _WORDS else shortened(event.kind, 40)
-    return [event.step, what, shortened(in_language(event.reason), REASON_CHARACTERS), who, tone]
+    return [event.step, what, shortened(reason_in_language(event), REASON_CHARACTERS), who, tone]

@@ -12,11 +12,12 @@ import traitlets
 from amp_widgets.charts.ceiling import Death
 from amp_widgets.charts.labels import shortened
 from amp_widgets.charts.mountain import mountain_sentence
-from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, peak_place, recompute_s, sizes_texts
+from amp_widgets.charts.peaks import KIND_NAMES, KINDS, memory_text, peak_of, peak_place, recompute_s
 from amp_widgets.charts.phases import recomputes_of
 from amp_widgets.charts.reserved import EXPLAINED, RETRIES
 from amp_widgets.core.profiling import without_step
 from amp_widgets.language import in_language, marked, say, say_number
+from amp_widgets.size_text import pair_texts
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.memory_state import MemoryState, StepProfileLike
 from amp_widgets.widgets.state import DashboardState
@@ -145,7 +146,7 @@ def _details(chosen: Sequence[StepProfileLike], deaths: Mapping[str, Death]) -> 
         least = SMALLEST_CHANGE * max(sum(before.values()), sum(after.values()))
         changed = [kind for kind in reversed(KINDS) if abs(after[kind] - before[kind]) > least]
         changed.sort(key=lambda kind: -abs(after[kind] - before[kind]))
-        words = [f"{say(KIND_NAMES[kind])} {' → '.join(sizes_texts(before[kind], after[kind])[:2])}" for kind in changed]
+        words = [f"{say(KIND_NAMES[kind])} {' → '.join(pair_texts(before[kind], after[kind]))}" for kind in changed]
         sentences = [f"{_when_compared(chosen, deaths)}: {', '.join(words)}"] if words else []
     above = [deaths[profile.label].above_before(profile) for profile in chosen if profile.label in deaths]
     sentences += [_capital(one) for one in above if one]

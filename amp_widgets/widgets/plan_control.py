@@ -12,7 +12,7 @@ import traitlets
 from amp_widgets.analysis.plan import Alternative, Plan
 from amp_widgets.core.memory.budget import typed_size
 from amp_widgets.core.memory.profile import memory_text
-from amp_widgets.core.settings import Settings
+from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
 from amp_widgets.errors import SettingsError
 from amp_widgets.language import in_language, marked, say, say_number
 from amp_widgets.widgets.control import Control, page_script, page_style
@@ -256,7 +256,8 @@ def _plan_traits(plan: Plan | None) -> dict[str, Any]:
         return {"sentence": "", "layers": [], "fits": True, "rows": [], "obtained": "", "range": []}
     sentence = in_language(str(plan))
     return {
-        "sentence": sentence[:1].upper() + sentence[1:],
+        # a format that it begins with, as in Korean, is written as everywhere
+        "sentence": sentence if sentence.startswith(AUTOCAST_NAMES) else sentence[:1].upper() + sentence[1:],
         "layers": list(plan.layers),
         "fits": plan.fits,
         "rows": _in_language(plan.to_table()),

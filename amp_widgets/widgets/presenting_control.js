@@ -1,11 +1,11 @@
 const SIZES = [["normal", say("normal")], ["large", say("large")], ["very-large", say("very large")]];
 const THEMES = [["notebook", say("as the notebook")], ["light", say("light")], ["dark", say("dark")], ["high-contrast", say("high contrast")]];
+const CHANGED = "amp-widgets-presenting";
 const VIEWS = Symbol.for("amp_widgets.presenting");
 
 export default {
   render({ model, el }) {
     el.classList.add("ampw", "ampw-presenting");
-    const shown = (name) => asked.value(name, model.get(name));
     const groups = new Map();
     const group = (name, title, choices) => {
       const [id, key] = [uid(), uid()];
@@ -18,7 +18,7 @@ export default {
         h("span", { class: "ampw-dim", id }, title), ...inputs.map(([, label]) => label));
     };
     const choose = (name, value) => {
-      apply({ type_size: shown("type_size"), theme: shown("theme"), [name]: value });
+      apply({ ...onPage(), [name]: value });
       asked.ask({ [name]: value }, { [name]: value });
     };
     const choices = h("div", { class: "ampw-present-choices" },
@@ -35,12 +35,11 @@ export default {
     document.addEventListener("pointerdown", closeMenu);
 
     const draw = () => {
-      for (const [name, inputs] of groups) for (const input of inputs) input.checked = input.value === shown(name);
+      const shown = onPage(); // which the dashboard of another kernel may have changed
+      for (const [name, inputs] of groups) for (const input of inputs) input.checked = input.value === shown[name];
     };
-    const told = () => {
-      apply({ type_size: model.get("type_size"), theme: model.get("theme") });
-      draw();
-    };
+    const told = () => apply({ type_size: model.get("type_size"), theme: model.get("theme") });
+    document.addEventListener(CHANGED, draw);
     const removeKeys = keepKeys(el);
     const asked = asking(model, el, () => {}, draw);
     model.on("change:type_size change:theme", told);
@@ -53,6 +52,7 @@ export default {
       views.delete(el);
       if (views.size === 0) apply({ type_size: "normal", theme: "notebook" });
       document.removeEventListener("pointerdown", closeMenu);
+      document.removeEventListener(CHANGED, draw);
       removeKeys();
       asked.remove();
     };
@@ -66,4 +66,10 @@ function apply({ type_size: size, theme }) {
   else dataset.ampType = size;
   if (theme === "notebook") delete dataset.ampTheme;
   else dataset.ampTheme = theme;
+  document.dispatchEvent(new Event(CHANGED));
+}
+
+function onPage() {
+  const { ampType, ampTheme } = document.documentElement.dataset;
+  return { type_size: ampType ?? "normal", theme: ampTheme ?? "notebook" };
 }

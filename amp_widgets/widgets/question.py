@@ -277,7 +277,8 @@ class Question(Control):
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         lines = f"<p><b>{html.escape(self.words['question_title'])}</b></p><p>{html.escape(self.text)}</p>"
-        lines += "".join(f"<li>{html.escape(choice)}</li>" for choice in self.choices)
+        choices = "".join(f"<li>{html.escape(choice)}</li>" for choice in self.choices)
+        lines += f"<ul>{choices}</ul>" if choices else ""
         return _with_texts(super()._repr_mimebundle_(**options), repr(self), lines)
 
 

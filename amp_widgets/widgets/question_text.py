@@ -42,6 +42,7 @@ EMPTY = marked("type a number first, such as 12 or 2^8")
 NOT_CHOSEN = marked("choose one of the answers first")
 AT_LEAST = marked("got {got}, expected {least} or more: nothing below that is possible here")
 FROM_TO = marked("got {got}, expected a number from {least} to {most}: nothing else is possible here")
+NO_NUMBER = marked("got {got}, expected a number")
 NOT_WHOLE = marked("got {got}, expected a whole number: it is counted")
 NO_CHOICE = marked("got {got}, expected one of {choices}")
 MEASURED_NO_CHOICE = marked("measured: got {got}, expected one of the question's choices: {choices}")
@@ -86,6 +87,8 @@ class Possible(NamedTuple):
             raise QuestionError(FROM_TO.format(got=got, least=value_text(self.least, ""), most=value_text(self.most, "")))
         if self.least > -math.inf and not guess >= self.least:
             raise QuestionError(AT_LEAST.format(got=got, least=value_text(self.least, "")))
+        if math.isnan(guess):
+            raise QuestionError(NO_NUMBER.format(got=got))
 
 
 ANY_NUMBER = Possible()
@@ -177,7 +180,7 @@ def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | No
     """
     if isinstance(guess, str) or isinstance(measured, str):
         return Verdict(say(RIGHT), "good") if guess == measured else Verdict(say(OTHER), "warn")
-    if guess == measured or (math.isnan(guess) and math.isnan(measured)):
+    if guess == measured:
         return Verdict(say(RIGHT), "good")
     difference = abs(guess - measured)
     if not math.isfinite(difference):
@@ -238,4 +241,4 @@ def _number(value: object) -> float:
         as_float = float(found)  # refuses what is complex, and an int that no float64 can be
         return found if isinstance(found, int) else as_float
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of a tensor with several elements
-        raise QuestionError(f"got {value!r}, expected a number") from None
+        raise QuestionError(NO_NUMBER.format(got=repr(value))) from None

@@ -11,7 +11,7 @@ import traitlets
 
 from amp_widgets.charts.labels import shortened
 from amp_widgets.core.history import Event
-from amp_widgets.language import in_language, say
+from amp_widgets.language import reason_in_language, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.playback import SPEEDS, Mode, Playback
 from amp_widgets.widgets.replay_course import Course
@@ -116,13 +116,13 @@ class Transport(Control):
 
     def mark(self, events: Sequence[Event]) -> None:
         """Mark these on the slider, as far as they are of a kind that has marks."""
-        labels: dict[int, list[str]] = {}
+        marked: dict[int, list[Event]] = {}
         for event in events:
             if event.kind in MARKED:
-                labels.setdefault(event.step, []).append(shortened(event.reason, LABEL_CHARACTERS))
-        steps = sorted(labels)
+                marked.setdefault(event.step, []).append(event)
+        steps = sorted(marked)
         every = math.ceil(len(steps) / MOST_MARKS) or 1
-        self._put({"marks": [[step, in_language("; ".join(labels[step][:3]))] for step in steps[::every]]})
+        self._put({"marks": [[step, "; ".join(map(_label, marked[step][:3]))] for step in steps[::every]]})
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         return {}  # it shows a `TransportState`
@@ -139,6 +139,10 @@ class Transport(Control):
                 step_typed = _number(text)
                 if step_typed is not None:
                     self._request("seek", step=step_typed)
+
+
+def _label(event: Event) -> str:
+    return shortened(reason_in_language(event), LABEL_CHARACTERS)
 
 
 def _number(text: str) -> int | None:

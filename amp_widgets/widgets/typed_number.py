@@ -10,6 +10,7 @@ from amp_widgets.errors import FormatError
 from amp_widgets.language import marked
 
 MOST_CHARACTERS = 80
+BEYOND = marked("got {text}, expected a number within float64: 0, or from 4.9e-324 to 1.8e308 in size")
 EXPECTED = marked("expected a number such as 0.1, 2e-8, 2**-24 or 1/3")
 
 
@@ -72,4 +73,4 @@ def _power(base: str, exponent: int, text: str) -> Fraction:
 
 
 def _beyond(text: str) -> str:
-    return f"got {text.strip()!r}, expected a number within float64: 0, or from 4.9e-324 to 1.8e308 in size"
+    return BEYOND.format(text=repr(text.strip()))

@@ -35,12 +35,15 @@ from IPython.display import HTML
 with question.covered():
     print("told in print")
     display(HTML("<b class='told'>told in bold</b>"))
+    handle = display(HTML("<b class='first'>told in a handle</b>"), display_id=True)
+    display(panel.session.dashboard())
 """
+LATER = """handle.update(HTML("<b class='later'>told in an update</b>"))"""
 REVEAL = """question.reveal("checkpointing", why="<i>Because</i> it is so.", more="More.")"""
 
 
 def test_a_situation_is_guessed_at_run_and_explained(open_notebook: OpenNotebook) -> None:
-    notebook = open_notebook([PLAY, ASK, "question", REVEAL, COVERED], height=2600)
+    notebook = open_notebook([PLAY, ASK, "question", REVEAL, COVERED, LATER], height=2600)
     notebook.run_and_wait(0)
     area = notebook.output(0)
     python = notebook.kernel.eval
@@ -117,7 +120,7 @@ def test_a_situation_is_guessed_at_run_and_explained(open_notebook: OpenNotebook
     notebook.screenshot("scenario-choice-dark-900", whole)
 
     # a question in two cells, and its answer in a third: without a guess, as after Run All
-    for cell in (1, 2, 3, 4):
+    for cell in (1, 2, 3, 4, 5):
         notebook.run_and_wait(cell)
     first, second, told, covered = (notebook.output(cell) for cell in (1, 2, 3, 4))
     assert "told in" not in covered.inner_text()
@@ -129,6 +132,10 @@ def test_a_situation_is_guessed_at_run_and_explained(open_notebook: OpenNotebook
     wait(told.locator(".ampw-far").is_visible, "a guess does not bring the answer")
     wait(covered.locator("b.told").is_visible, "a guess does not uncover what was displayed")
     assert "told in print" in covered.inner_text()
+    wait(covered.locator("b.later").is_visible, "an update of what is covered goes nowhere")
+    assert covered.locator("b.first").count() == 0
+    assert covered.locator(".ampw-dashboard").count() == 1
+    assert covered.locator("[class*=ampw-still]").count() == 1
     wait(lambda: second.get_by_role("radio").nth(1).is_checked(), "the other view of the question has another guess")
     wait(second.get_by_role("radio").first.is_disabled, "there can be another guess")
     assert told.locator(".ampw-far").get_attribute("data-tone") == "warn"

@@ -12,7 +12,7 @@ import pytest
 
 from amp_widgets.charts import comparison
 from amp_widgets.charts.comparison import FORMAT_COLOURS, comparison_figure, comparison_sentence
-from amp_widgets.charts.label_places import common, label_box
+from amp_widgets.charts.label_places import common, label_box, label_px
 from amp_widgets.charts.look import COLOURS
 
 
@@ -98,7 +98,7 @@ def test_both_themes_are_alike_but_for_colours() -> None:
 def boxes(made: list[Row]) -> list[tuple[float, float, float, float]]:
     scale = comparison._Scale(made)
     return [
-        label_box(*scale.pixels(row), trace.textposition, comparison.CHARACTER_PX * len(row.label), comparison._GAP_PX)
+        label_box(*scale.pixels(row), trace.textposition, label_px(row.label), comparison._GAP_PX)
         for row, trace in zip(made, points(comparison_figure(made)), strict=True)
     ]
 
@@ -184,3 +184,12 @@ def test_pointing_tells_the_numbers() -> None:
     text = points(comparison_figure([rows()[0], row]))[1].hovertemplate
     for part in ("fp16/all", "peak 35.0 MB (×0.35)", "step 130 ms (×1.30)", "loss 2", "gradients 1.2e-03", "skipped steps 2"):
         assert part in text
+
+
+def test_in_another_language_the_legend_names_sets_as_the_labels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_widgets.language._chosen", "ko")
+    own = Row("fp32/layers.*", layers_name="layers.*")
+    named = {trace.meta["layers"]: trace.name for trace in comparison_figure([*rows(), own]).data if trace.legend == "legend2"}
+    assert named["none"] == "체크포인팅: 없음 (none)"
+    assert named["planned"] == "체크포인팅: 계획 (planned)"
+    assert named["layers.*"] == "체크포인팅: layers.*"

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from amp_widgets.charts import pareto
-from amp_widgets.charts.label_places import Places, common, label_box
+from amp_widgets.charts.label_places import Places, common, label_box, label_px
 from amp_widgets.charts.pareto import pareto_figure, pareto_sentence
 
 EVIL = "<img src=x onerror=1> %{x} $a$"
@@ -150,3 +150,38 @@ def test_labels_cover_neither_each_other_nor_leave_the_plot() -> None:
         assert top >= 0
         assert right <= 400
         assert bottom <= 300
+
+
+@pytest.mark.parametrize("width_px", [500, 640, 760, 1200])
+@pytest.mark.parametrize("language", ["en", "ko"])
+@pytest.mark.parametrize(
+    "points",
+    [
+        (NONE, ALL, SECOND, dataclasses.replace(PLAN, layers=(), peak_bytes=125e6, extra_s=0.0), CURVE),
+        (NONE, ALL, SECOND, dataclasses.replace(NONE, label="√n"), CURVE),
+        POINTS,
+    ],
+    ids=["nothing is to be done", "one block", "a plan"],
+)
+def test_no_label_crosses_an_axis_however_wide_the_page_is(
+    points: tuple[Point, ...], language: str, width_px: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amp_widgets.language._chosen", language)
+    figure = pareto_figure(points, budget_bytes=BUDGET)
+    margin = figure.layout.margin
+    low, high = figure.layout.xaxis.range
+    top = figure.layout.yaxis.range[1]
+    across, down = width_px - margin.l - margin.r, figure.layout.height - margin.t - margin.b
+    for trace in traces(figure, "point"):
+        x, y = (trace.x[0] - low) / (high - low) * across, (1 - trace.y[0] / top) * down
+        bold = trace.text[0].startswith("<b>")
+        left, _, right, _ = label_box(x, y, trace.textposition, label_px(trace.name, bold=bold), pareto._GAP_PX)
+        assert left >= 0, (trace.name, trace.textposition)
+        assert right <= across + margin.r, (trace.name, trace.textposition)
+
+
+def test_a_label_is_not_written_over_the_curve() -> None:
+    points = (NONE, ALL, SECOND, dataclasses.replace(PLAN, layers=(), peak_bytes=125e6, extra_s=0.0), CURVE)
+    [plan, *_] = [one for one in traces(pareto_figure(points, budget_bytes=BUDGET), "point") if "plan" in one.meta["labels"]]
+    assert plan.name == "plan, none"
+    assert plan.textposition in ("top right", "bottom right")  # right of it is the curve, and left of it the axis

@@ -129,7 +129,7 @@ def test_text_code_figures_and_answers_are_in(source: Path, language: str) -> No
     for cell in made.cells:
         if cell.cell_type == "code":
             assert squeezed(cell.source) in text
-            figures += len(re.findall(r"^go\.Figure\(|\.dashboard\(\)$|^%amp demo|^%%amp|aw\.demo\(", cell.source, re.M))
+            figures += len(re.findall(r"aw\.figure_view\(|\.dashboard\(\)$|^%amp demo|^%%amp|aw\.demo\(", cell.source, re.M))
         else:
             words = re.sub(r"^\|[-|: ]+$", "", cell.source, flags=re.M)  # below the head of a table
             words = re.sub(r"[`*]|\]\([^)]*\)|[\[|]|^#+ |^ *(?:-|\d+\.) ", "", words, flags=re.M)

@@ -21,7 +21,7 @@ from amp_widgets.demos.prepared_scenario import Measured, Scenario, play
 from amp_widgets.demos.scenario_panel import ScenarioPanel
 from amp_widgets.demos.scenarios import SCENARIOS
 from amp_widgets.errors import DemoError, QuestionError, RunError
-from amp_widgets.language import set_language
+from amp_widgets.language import in_language, set_language
 from amp_widgets.session import AmpSession
 from amp_widgets.widgets.scenario_control import BY_HAND, GUESS_FIRST, READY
 
@@ -225,13 +225,15 @@ def test_steps_done_are_never_more_than_there_are() -> None:
             play(scenario, session, on_step=on_step)
 
 
-def test_a_closed_panel_runs_no_more(panel_of: Callable[[str], ScenarioPanel]) -> None:
+def test_a_closed_panel_runs_no_more(panel_of: Callable[[str], ScenarioPanel], monkeypatch: pytest.MonkeyPatch) -> None:
     panel = panel_of("first-scale")
     session = panel.session
     panel.close()
     for call in (panel.run, lambda: panel.choose("growth")):
-        with pytest.raises(RunError, match="it is closed"):
+        with pytest.raises(RunError, match="it is closed") as refused:
             call()
+    monkeypatch.setattr("amp_widgets.language._chosen", "ko")
+    assert in_language(str(refused.value)) == "scenario: 닫혔습니다. 다시 하려면: %amp demo first-scale"
     assert panel.session is session
     assert not panel.running
 

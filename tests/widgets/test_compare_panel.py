@@ -14,6 +14,7 @@ import pytest
 from amp_widgets.analysis.comparison import Comparison, Progress, Row
 from amp_widgets.analysis.comparisons import ComparisonStatus
 from amp_widgets.errors import RunError
+from amp_widgets.language import set_language
 from amp_widgets.widgets import compare_control
 from amp_widgets.widgets.compare_control import CompareControl, CompareState
 from amp_widgets.widgets.compare_panel import NOTHING_YET, ComparePanel
@@ -65,6 +66,13 @@ def running(progress: Progress | None = None, **changes: Any) -> CompareState:
 @pytest.fixture
 def asked() -> list[Any]:
     return []
+
+
+@pytest.fixture
+def korean() -> Iterator[None]:
+    set_language("ko")
+    yield
+    set_language(None)
 
 
 @pytest.fixture
@@ -183,6 +191,14 @@ def test_chosen_is_what_is_in_force_unless_that_is_all(control: CompareControl) 
     assert control.size.startswith("9 combinations")
     control.render(state_of(checkpointed=EVERY[::-1]))
     assert control.sets[3] == ["chosen", "chosen (9)", True, "the layers that are checkpointed now are those of all"]
+
+
+def test_in_another_language_a_set_has_beside_it_what_rows_call_it(asked: list[Any], korean: None) -> None:
+    control = CompareControl(lambda *_, **__: None, lambda **_: None, done(), state_of(checkpointed=("norm",)))
+    labels = [label for _, label, _, _ in control.sets]
+    assert labels == ["없음 (none)", "전체 (all, 9)", "계획 (planned)", "지금 고른 것 (chosen, 1)"]
+    control.render(state_of(checkpointed=EVERY))
+    assert control.sets[3][3] == "지금 체크포인팅된 레이어가 ‘전체 (all)’의 레이어와 같습니다"
 
 
 def test_the_settings_of_a_row_are_asked_for_once(control: CompareControl, asked: list[Any]) -> None:
@@ -370,6 +386,21 @@ def test_the_table_and_the_verdict(view: View) -> None:
     assert view.page.get_by_text("Measured before step 1,234").is_visible()
     view.page.get_by_text("How it was measured").click()
     assert view.page.get_by_text("bf16: emulated.").is_visible()
+
+
+@pytest.mark.parametrize("width", [400, 700])
+def test_the_buttons_of_a_wide_table_are_in_sight_on_a_narrow_page(view: View, asked: list[Any], width: int) -> None:
+    view.page.set_viewport_size({"width": width, "height": 1000})
+    scrolled = view.page.locator(".ampw-scroll")
+    assert scrolled.evaluate("one => one.scrollWidth > one.clientWidth + 50")
+    use = view.role("button", "Use these settings: bf16/chosen")
+    middle = "one => { const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }"
+    at = use.evaluate(middle)
+    assert use.evaluate("(one, [x, y]) => one.contains(document.elementFromPoint(x, y))", at)
+    view.page.mouse.click(*at)
+    view.sync()
+    assert asked == [{"autocast": "bf16", "checkpointed": ("norm",)}]
+    assert scrolled.evaluate("one => one.scrollLeft") == 0
 
 
 def test_choices_and_comparing_with_the_keyboard(view: View, asked: list[Any]) -> None:

@@ -344,7 +344,7 @@ def test_the_picture_that_the_notebook_keeps_has_the_memory_and_the_report(make,
     session.profiles = (FP32, LEAN)
     dashboard = make(session)
     dashboard._ipython_display_()
-    assert f"<b>fp32 → {LEAN.label}: peak 221.0 MB → 74.2 MB: 146.8 MB less (-66.4 %)</b>" in shown[-1]
+    assert f"<b>fp32 → {LEAN.label}: peak 221.0 MB → 74.2 MB, 146.8 MB less (-66.4 %)</b>" in shown[-1]
     assert 'alt="Memory within a step"' in shown[-1]
     session.out_of_memory = DEAD
     session.put(run="failed")

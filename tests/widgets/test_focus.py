@@ -196,6 +196,13 @@ def test_the_layers_of_a_table_are_one_tab_stop(page: Any, messages: Any, state:
     assert page.evaluate("document.activeElement.ariaLabel") == "checkpoint l0"
 
 
+def test_on_a_wide_page_no_name_in_the_tree_is_cut(page: Any, formats: tuple[View, list[Any]]) -> None:  # noqa: F811
+    page.set_viewport_size({"width": 1816, "height": 900})  # what a cell's output has in a window of 1920 pixels
+    page.evaluate("document.querySelector('.ampw-list-row button').textContent = 'feed_forward_networks'")
+    cut = page.locator(".ampw-list-row button").evaluate_all("all => all.filter(one => one.scrollWidth > one.clientWidth).length")
+    assert cut == 0
+
+
 def test_all_columns_of_the_map_fit_beside_the_tree(page: Any, formats: tuple[View, list[Any]]) -> None:  # noqa: F811
     """In the width that a cell's output has in a window of 1280 pixels; where they do not fit, what is beyond fades."""
     view = page.locator(".ampw-half-table .ampw-scroll")

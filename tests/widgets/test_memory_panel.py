@@ -165,7 +165,7 @@ def test_without_a_profile_it_says_what_will_be_there(panel) -> None:
 def test_two_steps_are_compared_in_the_figure_in_words_and_the_table_is_of_the_second(panel) -> None:
     panel.show(BOTH)
     assert {(0, "outline"), (1, "total"), (1, "recompute")} <= parts(panel)
-    assert panel._control.sentence == "Peak 221.0 MB → 74.2 MB: 146.8 MB less (-66.4 %)"
+    assert panel._control.sentence == "Peak 221.0 MB → 74.2 MB, 146.8 MB less (-66.4 %)"
     assert panel._control.details == [
         "At the peak: activations 189.0 MB → 43.8 MB",
         "The price: layers were computed again 4 times in the backward pass, 6.00 ms",
@@ -174,7 +174,7 @@ def test_two_steps_are_compared_in_the_figure_in_words_and_the_table_is_of_the_s
     assert [row[0] for row in panel._table.rows] == [layer.name for layer in LEAN.layers]
     assert (
         panel._figure.label
-        == "Memory within a step, fp32 against fp16 + 4 layers checkpointed: peak 221.0 MB → 74.2 MB: 146.8 MB less (-66.4 %)"
+        == "Memory within a step, fp32 against fp16 + 4 layers checkpointed: peak 221.0 MB → 74.2 MB, 146.8 MB less (-66.4 %)"
     )
     panel.show(dataclasses.replace(BOTH, shown=("fp32",)))
     assert {number for number, _ in parts(panel)} == {0}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from amp_widgets.charts.page_scripts import page_style as chart_style
+from amp_widgets.core.autocast import Support
 from amp_widgets.widgets.autocast_control import AutocastControl
-from amp_widgets.widgets.control import Control
+from amp_widgets.widgets.control import Control, page_style
 from amp_widgets.widgets.layers_control import LayersControl
 from amp_widgets.widgets.run_control import RunControl
 from amp_widgets.widgets.scaler_control import ScalerControl
@@ -124,6 +127,71 @@ def show(page, messages, asked):
         return View(page, kind(request or ask, state), messages)
 
     return put
+
+
+# ---- Windows' high contrast ----
+
+SYSTEM = """name => {
+  const one = document.createElement("i");
+  one.style.cssText = `forced-color-adjust: none; color: ${name}`;
+  document.body.append(one);
+  const found = getComputedStyle(one).color;
+  one.remove();
+  return found;
+}"""
+
+
+@pytest.fixture
+def forced(page: Any) -> Iterator[None]:
+    page.emulate_media(forced_colors="active")
+    yield
+    page.emulate_media(forced_colors="none")
+
+
+@pytest.mark.usefixtures("forced")
+def test_what_is_chosen_in_force_off_or_focused_is_seen_in_the_systems_colours(show, state) -> None:
+    support = {"fp32": Support(available=True, note=""), "bf16": Support(available=True, note="")}
+    support["fp16"] = Support(available=False, note="not here")
+    view = show(AutocastControl, dataclasses.replace(state(pending={"autocast": "bf16"}), support=support))
+    highlight, text, gray = (view.page.evaluate(SYSTEM, name) for name in ("Highlight", "HighlightText", "GrayText"))
+    fp32, fp16, bf16 = (view.page.locator(".ampw-segment").nth(i) for i in range(3))
+
+    def computed(one: Any, name: str) -> str:
+        return str(one.evaluate("(one, name) => getComputedStyle(one).getPropertyValue(name)", name))
+
+    assert [computed(one, "background-color") == highlight for one in (fp32, fp16, bf16)] == [False, False, True]
+    assert computed(bf16.locator("span"), "color") == text
+    assert (computed(fp32, "border-bottom-width"), computed(fp32, "border-bottom-color")) == ("3px", highlight)
+    assert computed(fp16.locator("span"), "color") == gray
+    assert computed(fp16.locator("span"), "opacity") == "1"
+    view.page.keyboard.press("Tab")
+    assert (computed(bf16, "outline-style"), computed(bf16, "outline-color")) == ("solid", highlight)
+
+
+CHOSEN = {
+    "ampw-tabs-list": ("aria-selected=true", "aria-selected=false"),
+    "ampw-follow": ("aria-pressed=true", "aria-pressed=false"),
+    "ampw-formats": ("class=ampw-bit data-bit=1", "class=ampw-bit data-bit=0"),
+    "amp-chart-bar": ("aria-pressed=true", "aria-pressed=false"),
+}
+"""Around two buttons → what the one that is chosen has, and the other."""
+
+
+@pytest.mark.usefixtures("forced")
+def test_what_is_chosen_stands_out_in_the_systems_colours_also_under_the_mouse(page) -> None:
+    style = page_style("tab_bar", "format_lab") + chart_style()
+    pairs = [
+        f"<div class='{name}'><button {on}>on</button><button {off}>off</button></div>" for name, (on, off) in CHOSEN.items()
+    ]
+    page.set_content(f"<style>{style}</style><div class='ampw'>{''.join(pairs)}</div>")
+    highlight = page.evaluate(SYSTEM, "Highlight")
+    buttons = page.locator("button")
+    assert buttons.count() == 8
+    for i in range(8):
+        one = buttons.nth(i)
+        one.hover()
+        colour = one.evaluate("one => getComputedStyle(one).backgroundColor")
+        assert (colour == highlight) == (one.inner_text() == "on"), one.evaluate("one => one.outerHTML")
 
 
 # ---- autocast ----

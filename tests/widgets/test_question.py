@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import HTML, display
 
 import amp_widgets as aw
 from amp_widgets.errors import QuestionError
 from amp_widgets.language import set_language
+from amp_widgets.widgets.dashboard import Dashboard
 from amp_widgets.widgets.question import Answer, Question
 from amp_widgets.widgets.question_text import (
     GUESSED,
@@ -54,7 +56,7 @@ def say(question: Question, **message: object) -> None:
         (1.0, 5, "steps", "Your guess is 5.0 times too low."), (3.0, 0, "", "Your guess is 3 too high."),
         (-4.0, 2.0, "", "Your guess is 6 too low."), (2600.0, 2.0, "MB", "Your guess is 1,300 times too high."),
         (1.04, 1.0, "", RIGHT), (1.06, 1.0, "", "Your guess is 0.06 too high."),
-        (math.nan, math.nan, "", RIGHT), (1.0, math.inf, "", OTHER), (math.inf, math.inf, "", RIGHT),
+        (math.nan, math.nan, "", OTHER), (1.0, math.inf, "", OTHER), (math.inf, math.inf, "", RIGHT),
         ("once", "once", "", RIGHT), ("once", "twice", "", OTHER),
     ],
 )  # fmt: skip
@@ -126,6 +128,7 @@ def test_nothing_is_no_guess(typed: str) -> None:
         ("nan", (0, 100), False, "got nan windows, expected a number from 0 to 100"),
         ("nan", (0, math.inf), False, "got nan windows, expected 0 or more"),
         ("inf", (0, math.inf), True, "expected a whole number"),
+        ("nan", (-math.inf, math.inf), False, "got nan windows, expected a number"),
     ],
 )
 def test_what_is_impossible_is_refused_with_the_reason(guess: Any, between: Any, whole: bool, reason: str) -> None:
@@ -169,28 +172,45 @@ def test_choices_in_several_languages(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what is covered ----
 
 
-class Page:
-    """The outputs of a cell, as a front end keeps them."""
+class Page(DisplayPublisher):
+    """The outputs of cells as a front end keeps them: an update, and a new output, change all of the same display id."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.outputs: dict[str, dict[str, Any]] = {}
-        monkeypatch.setattr("amp_widgets.widgets.covered.display", self.display)
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[tuple[str | None, dict[str, Any]]] = []
+        self.lost: list[dict[str, Any]] = []
 
-    def display(self, data: dict[str, Any], *, raw: bool, display_id: str, update: bool = False, metadata: Any = None) -> None:
-        assert raw
-        assert (display_id in self.outputs) == update
-        self.outputs[display_id] = data
+    def publish(self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **__: Any) -> None:
+        place = (transient or {}).get("display_id")
+        known = [at for at, (other, _) in enumerate(self.outputs) if place is not None and other == place]
+        for at in known:
+            self.outputs[at] = place, data
+        if not update:
+            self.outputs.append((place, data))
+        elif not known:
+            self.lost.append(data)
 
     @property
     def texts(self) -> list[str]:
-        return [data["text/plain"] for data in self.outputs.values()]
+        return [data.get("text/html", data["text/plain"]) for _, data in self.outputs]
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    InteractiveShell.instance()
-    yield Page(monkeypatch)
+def page() -> Iterator[Page]:
+    shell = InteractiveShell.instance()
+    shell.display_pub = Page()
+    yield shell.display_pub
     InteractiveShell.clear_instance()
+
+
+class Bold:
+    """It is displayed as this text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _repr_html_(self) -> str:
+        return self.text
 
 
 def test_what_is_covered_is_shown_with_the_guess(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,16 +223,127 @@ def test_what_is_covered_is_shown_with_the_guess(page: Page, capsys: pytest.Capt
     first.guess(1)
     assert page.texts == [WAITING, ""]
     second.guess(1)
-    assert page.texts[0] == "42"
-    assert [data.get("text/html") for data in page.outputs.values()] == [None, "<b>43</b>"]
+    assert page.texts == ["42", "<b>43</b>"]
     second.guess(2)  # it is shown once
     with first.covered():
         print("at once")
-    assert page.texts[-1] == "at once"
+        display(Bold("this, too"))
+    assert page.texts[2:] == ["this, too"]
+    assert capsys.readouterr().out == "at once\n"
     with first.covered():
         pass
     assert len(page.outputs) == 3
-    assert capsys.readouterr().out == ""
+    assert page.lost == []
+
+
+def test_nothing_is_left_in_the_shell_afterwards(page: Page) -> None:
+    question, never = aw.ask("One?"), aw.ask("Two?")
+    with question.covered():
+        display(Bold("a"), display_id="a")
+    assert "publish" in vars(page)
+    question.guess(1)
+    assert "publish" not in vars(page)
+    with pytest.raises(ZeroDivisionError), never.covered():
+        print(1 / 0)
+    assert "publish" not in vars(page)
+
+
+def test_a_handle_within_what_is_covered_updates_what_it_shows(page: Page) -> None:
+    question = aw.ask("One?")
+    with question.covered():
+        handle = display(Bold("first"), display_id=True)
+        handle.update(Bold("second"))
+        display(Bold("other"))
+    assert page.texts == [WAITING, ""]
+    handle.update(Bold("third"))  # it would tell the answer
+    assert page.texts == [WAITING, ""]
+    question.guess(1)
+    assert page.texts == ["third", "other"]
+    handle.update(Bold("fourth"))
+    assert page.texts == ["fourth", "other"]
+    assert page.lost == []
+
+
+def test_an_update_of_what_is_elsewhere_waits_unless_there_is_a_newer_one(page: Page) -> None:
+    question = aw.ask("One?")
+    above, other = display(Bold("above"), display_id=True), display(Bold("other"), display_id=True)
+    with question.covered():
+        above.update(Bold("the answer"))
+        other.update(Bold("the answer"))
+    assert page.texts == ["above", "other"]
+    other.update(Bold("newer"))
+    assert page.texts == ["above", "newer"]
+    question.guess(1)
+    assert page.texts == ["the answer", "newer"]
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_what_is_covered_twice_is_shown_when_both_have_a_guess(page: Page, inner_first: bool) -> None:
+    outer, inner = aw.ask("One?"), aw.ask("Two?")
+    with outer.covered():
+        print("outer")
+        with inner.covered():
+            print("inner")
+            handle = display(Bold("bold"), display_id=True)
+    assert page.texts == [WAITING, "", ""]
+    (inner if inner_first else outer).guess(1)
+    assert page.texts == ([WAITING, "", ""] if inner_first else ["outer", WAITING, ""])
+    handle.update(Bold("bolder"))
+    assert "bolder" not in page.texts
+    (outer if inner_first else inner).guess(1)
+    assert page.texts == ["outer", "inner", "bolder"]
+    assert page.lost == []
+
+
+def test_an_inner_guess_given_within_the_outer_cover(page: Page) -> None:
+    outer, inner = aw.ask("One?"), aw.ask("Two?")
+    with outer.covered():
+        with inner.covered():
+            print("inner")
+        inner.guess(1)
+    assert page.texts == [WAITING]
+    outer.guess(1)
+    assert page.texts == ["inner"]
+
+
+def test_a_cell_that_is_run_again_covers_anew(page: Page) -> None:
+    def cell(question: Question, text: str) -> Any:
+        with question.covered():
+            return display(Bold(text), display_id="figure")
+
+    before, after = aw.ask("One?"), aw.ask("One?")
+    cell(before, "before")
+    page.outputs.clear()  # as the page does
+    handle = cell(after, "after")
+    handle.update(Bold("newer"))
+    before.guess(1)
+    assert page.texts == [WAITING]
+    after.guess(1)
+    assert page.texts == ["newer"]
+
+
+def test_a_dashboard_in_what_is_covered_keeps_its_picture_up_to_date(page: Page, session_of: Any, chart_of: Any) -> None:
+    question = aw.ask("One?")
+    session = session_of(run="ready")
+    now = [100.0]
+    dashboard = Dashboard(session, chart=chart_of(), live=False, clock=lambda: now[0])
+    with question.covered():
+        display(dashboard)
+    pictures = [place for place, _ in page.outputs if str(place).startswith("ampw-still")]
+    assert len(pictures) == 1
+    assert page.texts == [WAITING, ""]
+    session.put(step=7, run="finished")
+    now[0] += 100.0
+    dashboard.tick()
+    assert page.texts == [WAITING, ""]
+    question.guess(1)
+    assert "at step 7" in dict(page.outputs)[pictures[0]]["text/plain"]
+    session.put(step=8, run="stopped")
+    now[0] += 100.0
+    dashboard.tick()
+    assert "at step 8" in dict(page.outputs)[pictures[0]]["text/plain"]
+    assert page.lost == []
+    dashboard.close()
 
 
 def test_an_error_in_what_is_covered_is_not(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,12 +352,14 @@ def test_an_error_in_what_is_covered_is_not(page: Page, capsys: pytest.CaptureFi
     def fails() -> None:
         with question.covered():
             print("before it")
+            handle = display(Bold("first"), display_id=True)
+            handle.update(Bold("second"))
             print(1 / 0)
 
     with pytest.raises(ZeroDivisionError):
         fails()
     assert capsys.readouterr().out == "before it\n"
-    assert page.outputs == {}
+    assert page.texts == ["second"]
 
 
 # ---- a question ----
@@ -415,6 +548,8 @@ def test_markup_is_shown_as_text_where_there_is_no_widget() -> None:
     question = aw.ask(EVIL, choices=[EVIL, "b"])
     bundle, _ = question._repr_mimebundle_()
     assert "<img" not in bundle["text/html"]
+    assert re.fullmatch(r"(<p>.*</p>){2}<ul>(<li>.*</li>){2}</ul>", bundle["text/html"])
+    assert "<ul>" not in aw.ask("How many?")._repr_mimebundle_()[0]["text/html"]
     question.guess(EVIL)
     bundle, _ = question.reveal("b", why=EVIL, more=EVIL)._repr_mimebundle_()
     assert "<img" not in bundle["text/html"]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from amp_widgets.core.layers import Layer
 from amp_widgets.core.memory.death import Death
-from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text, phase_in_words
+from amp_widgets.core.memory.profile import KINDS, StepProfile, memory_text, place_in_words
 from amp_widgets.core.memory.savings import Savings
 from amp_widgets.core.memory.whole_step import CompleteStep, WholeStep
 from amp_widgets.language import in_language
@@ -189,10 +189,12 @@ class _Report:
                 f"{memory_text(death.allocated_bytes)}, and the budget is {limit}"
             )
             return
-        layer = f" of {death.layer}" if death.layer else ""
-        where = f" {phase_in_words(death.phase)}{layer}" if death.phase or layer else ""
-        against = f", above the budget of {limit}" if death.cause == "budget" else f" on {death.device}"
-        self.sentences.append(f"Out of memory at step {self._step} ({self._settings_text}){where}{against}")
+        where = f" {place_in_words(death.phase, death.layer)}" if death.phase or death.layer else ""
+        self.sentences.append(
+            f"Out of memory at step {self._step} ({self._settings_text}){where}, above the budget of {limit}"
+            if death.cause == "budget"
+            else f"Out of memory at step {self._step} ({self._settings_text}){where} on {death.device}"
+        )
 
     def _asked_for(self) -> None:
         death = self._death

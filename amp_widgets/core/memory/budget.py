@@ -8,7 +8,7 @@ import re
 import numpy as np
 import torch
 
-from amp_widgets.core.memory.profile import memory_text, phase_in_words
+from amp_widgets.core.memory.profile import memory_text, place_in_words
 from amp_widgets.errors import AmpWidgetsError, SettingsError
 
 
@@ -117,8 +117,7 @@ def above_budget_text(
         got = f"got {held} held before the step made anything: by model, gradients, optimizer state and batch alone"
         advice = "raise memory_budget, or free memory or take a smaller model: no batch size and no checkpointing can help here"
     else:
-        where = f"{phase_in_words(phase)}{f' of {layer}' if layer else ''}{f' ({operator})' if operator else ''}"
-        got = f"got {memory_text(requested_bytes)} more {where}, with {held} held already"
+        got = f"got {memory_text(requested_bytes)} more {place_in_words(phase, layer, operator)}, with {held} held already"
         advice = "checkpoint layers, use autocast or a smaller batch (session.out_of_memory.report says what would have fitted)"
         advice += ", or raise memory_budget"
     return f"memory_budget: {got}; expected at most {limit} at a time: {advice}"

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from amp_widgets.errors import AmpWidgetsError
 from amp_widgets.language import in_language, marked_all, say
+from amp_widgets.size_text import difference_text
+from amp_widgets.size_text import memory_text as memory_text
 
 KINDS = marked_all("parameter", "buffer", "gradient", "optimizer", "activation", "recompute", "temporary", "other")
 """What memory is for, in the order of the columns of `StepProfile.bytes_by_kind`; in a stacked picture the first is lowest."""
@@ -285,7 +287,7 @@ class StepProfile:
         phase = next((phase.name for phase in self.phases if phase.start <= point < phase.stop), "other")
         layer = _named(self.layer_names, int(self.layer_index[point]))
         operator = _named(self.operator_names, int(self.operator_index[point]))
-        return f"{phase_in_words(phase)}{f' of {layer}' if layer else ''}{f' ({operator})' if operator else ''}"
+        return place_in_words(phase, layer, operator)
 
     def layer(self, name: str) -> LayerProfile:
         """The layer of that name.
@@ -314,16 +316,8 @@ class StepProfile:
             When the other is no profile.
         """
         check_profile(other, "difference_text")
-        before, after = self.peak_bytes, other.peak_bytes
-        share = f" ({100 * (after - before) / before:+.1f} %)" if before and before != after else ""
-        values = {"before": memory_text(before), "after": memory_text(after), "apart": memory_text(abs(after - before))}
-        if before == after:
-            what = say("peak {before} → {after}, the same", **values)
-        elif before < after:
-            what = say("peak {before} → {after}, {apart} more", **values)
-        else:
-            what = say("peak {before} → {after}, {apart} less", **values)
-        return f"{in_language(self.label)} → {in_language(other.label)}: {what}{share}"
+        what = difference_text(self.peak_bytes, other.peak_bytes)
+        return f"{in_language(self.label)} → {in_language(other.label)}: {what}"
 
     def __repr__(self) -> str:
         return (
@@ -348,21 +342,6 @@ class StepProfile:
             f"{_table(say('at the peak'), kinds, self.peak_bytes)}{_table(say('layer'), shown, self.peak_bytes)}</div>{allocator}"
             f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
         )
-
-
-def memory_text(size_bytes: float) -> str:
-    """Bytes with one decimal, fit to be compared.
-
-    >>> memory_text(104_390_000), memory_text(950), memory_text(0)
-    ('104.4 MB', '950 B', '0 B')
-    """
-    if abs(size_bytes) < 1000:
-        return f"{size_bytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        size_bytes /= 1000
-        if abs(size_bytes) < 999.95 or unit == "TB":
-            break
-    return f"{size_bytes:,.1f} {unit}"
 
 
 def check_profile(value: object, name: str) -> None:
@@ -416,9 +395,17 @@ def frozen_sums(sums: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[s
     return MappingProxyType({name: MappingProxyType(dict(inner)) for name, inner in sums.items()})
 
 
-def phase_in_words(phase: str) -> str:
-    """``in the backward pass`` for ``"backward"``; ``in the step`` where it is not known."""
-    return f"in {_IN_WORDS.get(phase, 'the step')}"
+def place_in_words(phase: str, layer: str = "", operator: str = "") -> str:
+    """``in the backward pass of layers.3 (aten::mm)``; ``in the step`` where the phase is not known.
+
+    Parameters
+    ----------
+    phase, layer, operator
+        Their names; ``""`` where not known.
+    """
+    phase = _IN_WORDS.get(phase, "the step")
+    place = f"in {phase} of {layer}" if layer else f"in {phase}"
+    return f"{place} ({operator})" if operator else place
 
 
 _IN_WORDS = {
