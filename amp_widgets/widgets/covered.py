@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -119,19 +120,25 @@ class _Gate:
     """Keeps covers, and lets no update of what is covered through to the page: it stands before the shell's publisher then.
 
     A cover within another one shows its word there, which the outer one keeps; what it uncovers goes to the outer one then.
+    One whose questions are closed, as nobody can answer them any more, is gone with them.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the refresher of a dashboard and a page's guess come on threads of their own
-        self._covers: list[_Cover] = []  # from when they were entered, the newest first: so an inner one comes before its outer
+        self._entered: list[weakref.ref[_Cover]] = []  # the newest first: so an inner one comes before its outer
         self._publisher: Any = None
         self._publish: Any = None
         self._own = False  # the cover's own messages pass
 
+    @property
+    def _covers(self) -> list[_Cover]:
+        return [cover for entered in self._entered if (cover := entered()) is not None]
+
     def enter(self, cover: _Cover) -> None:
         """A cell is being covered from now on."""
         with self.lock:
-            self._covers.insert(0, cover)
+            self._entered = [entered for entered in self._entered if entered() is not None]
+            self._entered.insert(0, weakref.ref(cover))
             shell = get_ipython()
             publisher = None if shell is None else shell.display_pub
             if publisher is not self._publisher and not isinstance(publisher, CapturingDisplayPublisher):
@@ -143,14 +150,13 @@ class _Gate:
     def leave(self, cover: _Cover) -> None:
         """It is covered no more."""
         with self.lock:
-            if cover in self._covers:
-                self._covers.remove(cover)
-            if not self._covers:
+            self._entered = [entered for entered in self._entered if entered() not in (None, cover)]
+            if not self._entered:
                 self._step_aside()
 
     def forget_before(self, cover: _Cover, places: Sequence[str]) -> None:
         """What is displayed anew in a cover waits in no older one."""
-        for other in self._covers[self._covers.index(cover) + 1 :]:
+        for other in self._older(cover):
             for place in places:
                 other.parts.pop(place, None)
 
@@ -158,7 +164,7 @@ class _Gate:
         """Show all that it keeps, once; an outer cover that waits keeps it from then on."""
         if cover not in self._covers:
             return
-        older = self._covers[self._covers.index(cover) + 1 :]
+        older = self._older(cover)
         for place, part in cover.parts.items():
             if not _taken(older, place, part.data, part.metadata, update=True):
                 self.publish(place, part.data, part.metadata, update=True)
@@ -185,7 +191,14 @@ class _Gate:
             place = (transient or {}).get("display_id")
             if not self._own and place and _taken(self._covers, place, data, metadata or {}, update=update):
                 return
-            self._publish(data, metadata, *args, transient=transient, update=update, **more)
+            publish = self._publish
+            if not self._covers:
+                self._step_aside()
+            publish(data, metadata, *args, transient=transient, update=update, **more)
+
+    def _older(self, cover: _Cover) -> list[_Cover]:
+        covers = self._covers
+        return covers[covers.index(cover) + 1 :]
 
     def _step_aside(self) -> None:
         if self._publisher is not None and vars(self._publisher).get("publish") == self._filtered:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import re
 import subprocess
@@ -19,6 +20,7 @@ from IPython.display import HTML, display
 import amp_widgets as aw
 from amp_widgets.errors import QuestionError
 from amp_widgets.language import set_language
+from amp_widgets.widgets import covered
 from amp_widgets.widgets.dashboard import Dashboard
 from amp_widgets.widgets.question import Answer, Question
 from amp_widgets.widgets.question_text import (
@@ -197,6 +199,7 @@ class Page(DisplayPublisher):
 
 @pytest.fixture
 def page() -> Iterator[Page]:
+    covered._gate._entered.clear()  # those of other tests, whose questions nobody has answered
     shell = InteractiveShell.instance()
     shell.display_pub = Page()
     yield shell.display_pub
@@ -245,6 +248,17 @@ def test_nothing_is_left_in_the_shell_afterwards(page: Page) -> None:
     assert "publish" not in vars(page)
     with pytest.raises(ZeroDivisionError), never.covered():
         print(1 / 0)
+    assert "publish" not in vars(page)
+
+
+def test_a_cover_is_gone_with_its_questions(page: Page) -> None:
+    question = aw.ask("One?")
+    with question.covered():
+        display(Bold("a"), display_id="a")
+    question.close()
+    gc.collect()
+    display(Bold("b"), display_id="a", update=True)
+    assert page.texts == ["b"]
     assert "publish" not in vars(page)
 
 
