@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test static lint types unit environments kernels notebooks browser browser-needs gpu bench messages lessons results docs freeze clean
+.PHONY: help lab test static lint types unit kernels notebooks browser browser-needs gpu bench messages lessons results docs freeze clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -62,8 +62,8 @@ lab: $(VENV)/.lab
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 # Every stage runs, also after one that failed, and the last line says which failed.
-# What takes one core is done beside something else that does: installing, and types.
-STAGES := static unit kernels notebooks browser
+# What takes one core, or waits, is done beside something else that does: installing, types, and the other kernels.
+STAGES := static unit notebooks browser
 test:
 	@$(MAKE) --no-print-directory -j 2 $(VENV)/.dev browser-needs
 	@failed=; \
@@ -76,7 +76,7 @@ test:
 	echo "=== all stages passed: $(STAGES)"
 
 static:
-	@$(MAKE) --no-print-directory -j 2 -k --output-sync=target types lint environments
+	@$(MAKE) --no-print-directory -j 2 -k --output-sync=target types lint $(KERNELS:%=kernel-%)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -84,11 +84,8 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# Some wait for processes that they have started: with a third worker the two cores wait less.
 unit: $(VENV)/.dev
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/notebooks tests
-
-environments: $(KERNELS:%=$(KERNEL_VENVS)/%/.ready)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/notebooks tests
 
 # Controls in a busy cell on other ipykernels; `unit` has the pinned one. Two at a time, each with its output in one piece.
 kernels: $(VENV)/.dev
