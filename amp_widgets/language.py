@@ -22,6 +22,7 @@ import locale
 import os
 import re
 import struct
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -360,7 +361,7 @@ _ROW = "_AND_"
 def language() -> str:
     """Code of the language in force: what `set_language` said, or else what the environment wants, or else English.
 
-    That is ``AMP_WIDGETS_LANG``, or the notebook's name (``name.ko.ipynb``), or the locale.
+    That is ``AMP_WIDGETS_LANG``, or the notebook's name (``name.ko.ipynb``), in Voilà too, or the locale.
     """
     wished = _chosen or wished_language()
     return wished if wished in LANGUAGES else "en"
@@ -399,10 +400,32 @@ def wished_language() -> str:
     if _chosen:
         return _chosen
     asked = os.environ.get("AMP_WIDGETS_LANG", "")
-    named = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")).removesuffix(".ipynb").rpartition(".")[2]
+    named = os.path.basename(_notebook()).removesuffix(".ipynb").rpartition(".")[2]
     # A locale that is not installed, as in many containers, is still what is wished.
     wanted = filter(None, map(os.environ.get, ("LC_ALL", "LC_MESSAGES", "LANG")))
     return (asked or (named if named in LANGUAGES else "") or locale.getlocale()[0] or next(wanted, "en"))[:2].lower()
+
+
+def _notebook() -> str:
+    """The notebook's path, as far as the front end says: Jupyter as the session's name, Voilà as the page's address."""
+    asked = os.environ.get("JPY_SESSION_NAME", "")
+    if asked or not os.environ.get("SERVER_SOFTWARE", "").startswith("voila/"):
+        return asked
+    address = os.environ.get("SCRIPT_NAME", "")
+    return address if address.endswith(".ipynb") else _notebook_of_the_command()
+
+
+@functools.cache
+def _notebook_of_the_command() -> str:
+    """What ``voila name.ipynb`` was called with: the address of its only page is ``/``. The kernel is a child of the server."""
+    psutil: Any = sys.modules.get("psutil")  # which ipykernel has imported
+    if psutil is None:
+        return ""
+    try:
+        words: list[str] = psutil.Process(os.getppid()).cmdline()
+    except (OSError, psutil.Error):
+        return ""
+    return next((word for word in words if word.endswith(".ipynb")), "")
 
 
 def say(text: str, /, **values: object) -> str:
@@ -452,6 +475,22 @@ def in_language(sentence: str) -> str:
 
 class Said(str):
     """A text that is in the language already, or that somebody else wrote: `in_language` leaves it as it is."""
+
+
+class Sentence(str):
+    """An English sentence that a report gives to programs, and people: printed it is in the language in force; what compares it,
+    looks into it or keeps it has it in English."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return in_language(super().__str__())
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def __format__(self, how: str) -> str:
+        return format(str(self), how)
 
 
 class _Reasoned(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from typing import Any
@@ -48,7 +49,8 @@ HELP = (
         "%amp MODEL [OPTIMIZER]             a session on your own model, and its dashboard",
         """\
 %%amp [--model NAME] [--cpu]       runs the cell as it is, with its training loop under live control
-                                   (--model: which of several models; --cpu: CUDA-only code, without a GPU)""",
+                                   (--model: which of several models; --cpu: CUDA-only code, without a GPU;
+                                   --cover NAME: shows nothing until the question of this name has a guess)""",
         """\
 %amp set NAME=VALUE ...            ask for settings, in force from the next step: autocast=fp16 init_scale=2**16
                                    scaling=off growth_interval=100 max_scale=none
@@ -83,6 +85,7 @@ class AmpMagics(Magics):
         self._session: AmpSession | None = None
         self._views: list[tuple[str, str, Any]] = []  # what sessions of the magic are shown in: cell, what was asked for, view
         self._cell: CapturedCell | None = None  # that is running
+        self._covered: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # what its outputs are kept in
         self._shown: dict[str, CapturedCell] = {}  # by the front end's name of the cell
         self._replay = Replay(shell)
         self._compare = Compare(shell)
@@ -178,16 +181,20 @@ class AmpMagics(Magics):
             print(*help_of("", HELP), sep="\n")
             return None
         model_name, on_cpu, waiting = None, False, list(words)
+        self._covered = contextlib.nullcontext()
         while waiting:
             word, equals, value = waiting.pop(0).partition("=")
             if word == "--cpu" and not equals:
                 on_cpu = True
             elif word == "--model" and (value if equals else waiting and waiting[0]):
                 model_name = value if equals else waiting.pop(0)
+            elif word == "--cover" and (value if equals else waiting and waiting[0]):
+                self._covered = self._cover(value if equals else waiting.pop(0))
             else:
                 line = ONE_SIGN.format(words=" ".join(words)) if words[0] in self._commands else ""
                 raise MagicError(
-                    f"%%amp: got {' '.join(words)!r}, expected %%amp [--model NAME] [--cpu] and the code below it{line}"
+                    f"%%amp: got {' '.join(words)!r}, expected %%amp [--model NAME] [--cpu] [--cover NAME] and the code "
+                    f"below it{line}"
                 )
         return CapturedCell(self.shell, model_name=model_name, on_cpu=on_cpu)
 
@@ -199,13 +206,24 @@ class AmpMagics(Magics):
             before.close()
         self._cell = captured
         try:
-            captured.run(source)
+            with self._covered:
+                captured.run(source)
         finally:
             self._cell = None
             if place:
                 self._shown[place] = captured
             if captured.session is not None:
                 self.shell.push({self._free_name(): captured.session})
+
+    def _cover(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """What keeps the outputs of a cell until the question of this `name` has a guess; they are live where it has one."""
+        question = self.shell.user_ns.get(name)
+        if not (hasattr(question, "covered") and hasattr(question, "guessed")):
+            raise MagicError(
+                f"%%amp --cover: got {name!r}, expected the name of a question in this notebook, made with aw.ask(…)"
+            )
+        kept: contextlib.AbstractContextManager[None] = question.covered()
+        return kept if question.guessed is None else contextlib.nullcontext()
 
     def _set(self, words: list[str]) -> None:
         words, at_step = _without_step(words)
@@ -346,13 +364,15 @@ def parse_settings(words: list[str]) -> dict[str, Any]:
     Raises
     ------
     MagicError
-        When a word is not NAME=VALUE, or a value cannot be read.
+        When a word is not NAME=VALUE, a value cannot be read, or a name is there twice.
     """
     changes: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise MagicError(f"%amp set: got {word!r}, expected NAME=VALUE, with NAME one of {', '.join(FIELD_NAMES)}")
+        if name in changes:
+            raise MagicError(f"%amp set: got {name} twice, expected each setting once")
         changes[name] = _parse(name, text)
     if not changes:
         raise MagicError(f"%amp set: got nothing to set, expected NAME=VALUE, with NAME one of {', '.join(FIELD_NAMES)}")

@@ -19,6 +19,7 @@ from torch import nn
 
 from amp_widgets.core.batches import NO_MORE, BatchStream, lasts
 from amp_widgets.core.loop import LiveLoop
+from amp_widgets.core.model_call import call_model
 from amp_widgets.core.run_state import ALIVE, RunState
 from amp_widgets.errors import RunError
 
@@ -36,7 +37,8 @@ class Training:
     batches
         Yields ``(inputs, targets)``; iterated once an epoch.
     loss_fn
-        ``loss_fn(model(inputs), targets)`` gives the loss.
+        ``loss_fn(model(inputs), targets)`` gives the loss; several inputs are given as `amp_widgets.core.model_call.call_model`
+        says.
     epochs
         How often to go through `batches`; None until stopped.
 
@@ -439,7 +441,7 @@ class Runner:
         for optimizer in training.optimizers:
             optimizer.zero_grad()
         with loop.autocast():
-            loss = training.loss_fn(training.model(inputs), targets)
+            loss = training.loss_fn(call_model(training.model, inputs), targets)
         loop.scaler.scale(loss).backward()
         for optimizer in training.optimizers:
             loop.scaler.step(optimizer)

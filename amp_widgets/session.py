@@ -168,7 +168,9 @@ class AmpSession(SessionAnalyses, Exports):
         Parameters
         ----------
         batches
-            Yields ``(inputs, targets)``; moved to the model's device.
+            Yields ``(inputs, targets)``; moved to the model's device. Inputs in a dict with the names of parameters of the
+            model's ``forward`` are given as keywords, those in a tuple or list one after the other where ``forward`` needs more
+            than one argument; anything else as it is.
         loss_fn
             ``loss_fn(model(inputs), targets)``, run inside autocast.
         epochs

@@ -170,7 +170,8 @@ class SessionAnalyses(LiveLoop):
         Returns
         -------
         tuple of str
-            Sentences, the skips first, oldest first; empty when no step was skipped and nothing is wrong.
+            Sentences, the skips first, oldest first; empty when no step was skipped and nothing is wrong. Printed they are in the
+            language in force; for programs they are English.
         """
         return skip_report(self)
 
@@ -228,7 +229,8 @@ class SessionAnalyses(LiveLoop):
     def plan(self, *, budget_bytes: float, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor]) -> Plan:
         """Which layers to checkpoint so that a step stays within a budget, at least extra time: `request(checkpointed=plan)`.
 
-        Everything is as before afterwards. See `amp_widgets.analysis.planner.plan`.
+        Everything is as before afterwards. Several inputs in the batch, in a dict or a tuple, are given to the model as `fit`
+        does it. See `amp_widgets.analysis.planner.plan`.
         """
         made = plan(self, budget_bytes=budget_bytes, batch=batch, loss_fn=loss_fn)
         return self._on_demand.keep("plan", made, self.step)
@@ -291,7 +293,8 @@ class SessionAnalyses(LiveLoop):
         """Memory, time, loss and gradients with each of several settings, measured in turn from the same start, with a bar.
 
         Everything is as before afterwards, also after an interrupt. A background run does it on its thread, at its next boundary,
-        and goes on. See `amp_widgets.analysis.compare.compare`; `planned` is the newest plan where none is given.
+        and goes on. Several inputs in the batch, in a dict or a tuple, are given to the model as `fit` does it.
+        See `amp_widgets.analysis.compare.compare`; `planned` is the newest plan where none is given.
 
         Raises
         ------

@@ -286,7 +286,7 @@ def test_what_is_refused_is_said_in_the_language(kernel: Kernel) -> None:
         cell = kernel.run(f"%%amp\n%amp set checkpointed=zzz\n%amp record /nowhere/r.db{LOOP}")
         refused = "checkpointed: 'zzz'에 맞는 레이어가 없습니다; 이 모델의 레이어는 3개입니다. 예: '0', '1', '2'"
         assert f"%amp set: 거부됨: {refused}" in cell.printed
-        refused = "record: /nowhere/r.db: No such file or directory; 있고 쓸 수 있는 폴더를 고르세요"
+        refused = "record: /nowhere/r.db: 그런 파일이나 폴더가 없습니다; 있고 쓸 수 있는 폴더를 고르세요"
         assert f"%amp record: 거부됨: {refused}" in cell.printed
         assert "refused" not in cell.printed
         none = kernel.run(f"%%amp --model nets{LOOP}")
@@ -295,12 +295,34 @@ def test_what_is_refused_is_said_in_the_language(kernel: Kernel) -> None:
         kernel.run("%amp lang en")
 
 
+def test_a_cell_that_tells_an_answer_is_covered_until_there_is_a_guess(kernel: Kernel) -> None:
+    kernel.run("import amp_widgets as aw\nskips = aw.ask('How many?')")
+    code = f"%%amp --cover skips{LOOP}print('told')\n'told as well'"
+    cell = kernel.run(code)
+    assert cell.error is None, cell.error
+    assert "told" not in cell.printed + cell.result + cell.shown
+    assert "dashboard was here" not in cell.shown
+    assert "Give a guess above" in cell.shown
+    guessed = kernel.run("skips.guess(1)")
+    assert "told" in guessed.shown or "told" in str(guessed.outputs)
+    assert "dashboard was here" in str(guessed.outputs)
+    assert "told as well" in str(guessed.outputs)
+
+    live = kernel.run(code)  # there is a guess now
+    assert "told" in live.printed
+    assert "dashboard was here" in live.shown
+    wrong = kernel.run(f"%%amp --cover loader\nran = True{LOOP}")
+    assert wrong.error is not None
+    assert "expected the name of a question" in wrong.error["evalue"]
+    assert kernel.value("'ran' in globals()") is False
+
+
 @pytest.mark.parametrize("line", ["--gpu", "--model", "net", "--cpu=1", "--model a b"])
 def test_lines_that_are_not_understood(kernel: Kernel, line: str) -> None:
     cell = kernel.run(f"%%amp {line}\nran = True")
     assert cell.error is not None
     assert cell.error["ename"] == "MagicError"
-    assert "expected %%amp [--model NAME] [--cpu]" in cell.error["evalue"]
+    assert "expected %%amp [--model NAME] [--cpu] [--cover NAME]" in cell.error["evalue"]
     assert len(cell.error["traceback"]) == 1  # its one sentence
     assert kernel.value("'ran' in globals()") is False
 

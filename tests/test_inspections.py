@@ -18,6 +18,7 @@ from amp_widgets.analysis.parity import ParityReport
 from amp_widgets.analysis.precision import PrecisionReport
 from amp_widgets.analysis.preflight import Findings
 from amp_widgets.errors import RunError, SessionClosedError, SettingsError
+from amp_widgets.language import set_language
 from amp_widgets.session import AmpSession
 
 PATIENCE_S = 60.0
@@ -368,6 +369,14 @@ def test_the_skip_report_names_the_parameter_and_the_cause() -> None:
     assert session.wait(PATIENCE_S)
     (said,) = session.skip_report()
     assert said.startswith("4 skips from step 3: scale 2^16 → 2^12; first overflow in ")
+    set_language("ko")
+    try:
+        assert str(said).startswith(korean := "스텝 3부터 4번 건너뜀: 스케일 2^16 → 2^12; 처음 오버플로우: ")
+        assert f"{said}".startswith(korean)
+        assert repr(said)[1:].startswith(korean)
+        assert said.startswith("4 skips")  # to programs it is what it was
+    finally:
+        set_language(None)
     session.request(init_scale=1.0)
     session.start()
     assert session.wait(PATIENCE_S)

@@ -70,6 +70,15 @@ def test_the_environment_decides(no_wish: pytest.MonkeyPatch) -> None:
     assert (language.language(), language.wished_language()) == ("en", "fr")
 
 
+def test_voila_says_it_with_the_address(no_wish: pytest.MonkeyPatch) -> None:
+    no_wish.setenv("SCRIPT_NAME", "/voila/render/05_overflow.ko.ipynb")
+    assert language.language() == "en"  # any server may have such an address
+    no_wish.setenv("SERVER_SOFTWARE", "voila/0.5.13")
+    assert language.language() == "ko"
+    no_wish.setenv("JPY_SESSION_NAME", "/home/user/01_quickstart.en.ipynb")
+    assert language.language() == "en"
+
+
 def test_it_can_be_set(other: None) -> None:
     assert language.language() == "ko"
     set_language("en")

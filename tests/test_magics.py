@@ -188,7 +188,7 @@ def test_the_help_of_a_cell_runs_nothing(shell: Any, line: str, capsys: pytest.C
 
 @pytest.mark.parametrize("line", ["--model", "--model=", "--cpu=1", "--modle net", "x"])
 def test_options_of_a_cell_that_there_are_not(shell: Any, line: str) -> None:
-    with pytest.raises(MagicError, match=r"expected %%amp \[--model NAME\] \[--cpu\] and the code below it$"):
+    with pytest.raises(MagicError, match=r"expected %%amp \[--model NAME\] \[--cpu\] \[--cover NAME\] and the code below it$"):
         shell.run_cell_magic("amp", line, "ran = True")
     assert "ran" not in shell.user_ns
 
@@ -413,3 +413,8 @@ def test_the_language(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         set_language(None)
     assert any("%amp lang ko" in text for text in HELP)
+
+
+def test_a_setting_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(MagicError, match="got autocast twice"):
+        parse_settings(["autocast=fp16", "autocast=bf16"])

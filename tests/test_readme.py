@@ -52,7 +52,8 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     for value in list(made.user_ns.values()):
         if isinstance(value, AmpSession):
             value.close()
-    made.run_line_magic("unload_ext", "amp_widgets")
+    if "amp_widgets" in made.extension_manager.loaded:
+        made.run_line_magic("unload_ext", "amp_widgets")
     InteractiveShell.clear_instance()
 
 
@@ -66,6 +67,17 @@ def test_the_examples_run(page: Path, shell: Any) -> None:
     blocks = blocks_of(page)
     if page != README:  # they go on from there
         blocks.insert(0, next(block for block in blocks_of(README) if "DigitsNet" in block))
+    for block in blocks:
+        shell.run_cell(block).raise_error()
+
+
+@pytest.mark.parametrize("way", range(3))
+def test_each_way_in_runs_by_itself(way: int, shell: Any) -> None:
+    section = README.read_text(encoding="utf-8").partition("## Three ways in")[2].partition("\n## ")[0]
+    ways = re.split(r"^\*\*[AY]", section, flags=re.MULTILINE)  # "A demo", "A model of your own", "Your loop"
+    assert len(ways) == 4
+    blocks = re.findall(r"^```python\n(.*?)^```$", ways[1 + way], re.MULTILINE | re.DOTALL)
+    assert blocks
     for block in blocks:
         shell.run_cell(block).raise_error()
 

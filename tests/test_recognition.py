@@ -166,7 +166,7 @@ ERRORS: dict[str, Callable[[AmpSession], Any]] = {
     "plan: budget_bytes: 받은 값: 'memory', 필요한 값: 0보다 큰 바이트 수(예: 8 GB는 8e9), 또는 \"8 GB\"": lambda s: s.plan(
         budget_bytes="memory", batch=BATCH, loss_fn=LOSS
     ),
-    "record: /nowhere/r.db: No such file or directory; 있고 쓸 수 있는 폴더를 고르세요": lambda s: s.record("/nowhere/r.db"),
+    "record: /nowhere/r.db: 그런 파일이나 폴더가 없습니다; 있고 쓸 수 있는 폴더를 고르세요": lambda s: s.record("/nowhere/r.db"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_widgets.analysis import plans
 from amp_widgets.analysis.batch_sizes import BatchSizes, largest_batch
@@ -142,6 +143,7 @@ def test_the_largest_batch_of_each_corner_is_predicted_and_confirmed(session: Am
     assert rows[0][2:4] == (str(sizes["fp32/none"]), "×1.00")
     assert "really run" in confirmed._repr_html_()
     assert "fp32/all" in repr(confirmed)
+    assert str(confirmed) == repr(confirmed)
 
 
 def test_the_newest_plan_is_a_corner(session: AmpSession) -> None:
@@ -189,7 +191,146 @@ def test_a_gpu_is_predicted(session: AmpSession) -> None:
     assert isinstance(found, CudaPredictions)
     assert [one.autocast for one in found] == ["fp32", "fp32", "bf16", "bf16"]
     assert {one.batch_size for one in found} == {32}
+    assert [one.settings for one in found] == ["fp32/none", "fp32/all", "bf16/none", "bf16/all"]
     assert session.inspection("predict_on_cuda").result is found
+
+
+def test_two_sets_with_as_many_layers_have_names_of_their_own_on_a_gpu(session: AmpSession) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    grid = {"autocast": ["fp32"], "checkpointed": [["0"], ["1"]]}
+    found = session.predict_on_cuda(batches_of(1)[0], cross_entropy, grid=grid)
+    assert [row[:2] for row in found.to_rows()[1:]] == [["fp32/none", "0"], ["fp32/1 layer", "1"], ["fp32/1 layer (2)", "1"]]
+
+
+def test_a_plan_for_another_format_is_refused(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    session.request(autocast="bf16")
+    session.apply_pending()
+    plan = session.plan(budget_bytes=0.85 * peak_of(session), batch=batch, loss_fn=cross_entropy)
+    assert plan.layers
+    session.request(checkpointed=plan)
+    session.apply_pending()
+    assert session.settings.checkpointed == plan.layers
+    session.request(checkpointed=[])
+    session.request(autocast="fp32")  # waits: that is what will be in force
+    for ask in (
+        lambda: session.request(checkpointed=plan),
+        lambda: session.schedule(at_step=10, checkpointed=plan),
+        lambda: session.request(checkpointed=plan, autocast="fp16"),
+    ):
+        with pytest.raises(SettingsError, match=r"got a plan for bf16, expected one for fp(32|16), .* checkpointed=plan\.layers"):
+            ask()
+        session.apply_pending()
+        assert (session.settings.autocast, session.settings.checkpointed) == ("fp32", ())
+    session.request(checkpointed=plan.layers)
+    session.apply_pending()
+    assert session.settings.checkpointed == plan.layers
+    session.request(checkpointed=plan, autocast="bf16")
+    session.apply_pending()
+    assert session.settings.autocast == "bf16"
+    session.request(fp32_layers=["1"])
+    with pytest.raises(SettingsError, match="got a plan made with other layers kept in FP32"):
+        session.request(checkpointed=plan)
+    session.request(checkpointed=plan, fp32_layers=plan.fp32_layers)
+
+
+def test_layers_kept_in_fp32_make_no_difference_to_a_plan_in_fp32(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    plan = session.plan(budget_bytes=0.85 * peak_of(session), batch=batch, loss_fn=cross_entropy)
+    session.request(fp32_layers=["1"])
+    session.request(checkpointed=plan)
+    session.request(autocast="bf16", fp32_layers=["1"])
+    session.apply_pending()
+    kept = session.plan(budget_bytes=0.85 * peak_of(session), batch=batch, loss_fn=cross_entropy)
+    assert (kept.autocast, kept.fp32_layers) == ("bf16", ("1",))
+
+
+ONE_ROW = {"autocast": ["fp32"], "checkpointed": ["none"]}
+
+
+def only(fits: Callable[[int], bool], error: Exception) -> Callable[[Any, Any], torch.Tensor]:
+    """A loss that some sizes have."""
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not fits(len(targets)):
+            raise error
+        return cross_entropy(outputs, targets)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("times", [1.6, 8.0])  # twice the rows are too much for the budget, or are not
+@pytest.mark.parametrize("error", [ValueError("only 64"), torch.OutOfMemoryError("none left")])
+def test_a_step_that_fails_is_no_batch_that_is_too_large(session: AmpSession, error: Exception, times: float) -> None:
+    (batch,) = batches_of(1)
+    budget = times * peak_of(session)
+    fits = (lambda size: size == 64) if isinstance(error, ValueError) else (lambda size: size <= 64)
+    table = session.largest_batch(batch=batch, loss_fn=only(fits, error), budget_bytes=budget, grid=GRID, confirm=True)
+    for row in table:
+        assert row.why_not is None
+        assert row.found is not None
+        assert (row.size, row.found.failure) == (64, f"{type(error).__name__}: {error}")
+        assert row.found.fails_at is not None
+        assert row.found.fails_at > 64
+        assert row.confirmed is not None
+        assert row.confirmed.fits
+    sizes = [line[2] for line in table.to_table()[1:]]
+    for row, size in zip(table, sizes, strict=True):
+        assert size == f"64; with {row.found.fails_at} a step fails: {type(error).__name__}: {error}"
+        assert str(row.found).endswith(size[2:])
+
+
+def test_where_a_real_step_runs_out_of_memory_smaller_ones_are_tried(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    real_budget = float(peak_of(session))
+    before = state_of(session)
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not isinstance(targets, FakeTensor) and len(targets) > limit:
+            raise torch.OutOfMemoryError("more than was predicted")
+        return cross_entropy(outputs, targets)
+
+    limit = 64
+    table = session.largest_batch(batch=batch, loss_fn=loss_fn, budget_bytes=4 * real_budget, grid=ONE_ROW, confirm=True)
+    (row,) = table
+    assert row.found is not None
+    assert row.confirmed is not None
+    assert row.found.size > 200
+    assert row.ran_out_at is not None
+    assert row.size == row.confirmed.size <= limit < row.ran_out_at <= row.size + row.found.size // 32
+    cells = table.to_table()[1]
+    assert cells[2] == f"{'at least ' * (row.ran_out_at > row.size + 1)}{row.size}"
+    assert (cells[4] == "") == (row.size not in row.found.tried)
+    assert cells[5].endswith(f"; {row.ran_out_at} is too much")
+    limit = row.found.size - 1  # predicted with one row too many
+    (row,) = session.largest_batch(batch=batch, loss_fn=loss_fn, budget_bytes=4 * real_budget, grid=ONE_ROW, confirm=True)
+    assert (row.size, row.ran_out_at) == (limit, limit + 1)
+    limit = 0
+    table = session.largest_batch(batch=batch, loss_fn=loss_fn, budget_bytes=4 * real_budget, grid=ONE_ROW, confirm=True)
+    (row,) = table
+    assert (row.size, row.confirmed.fits, table.confirmable) == (0, False, False)
+    assert table.to_table()[1][2:] == ("none that was tried ran", "", "", f"ran out of memory, also with {row.ran_out_at}")
+    assert all(map(torch.equal, before, state_of(session)))
+
+
+def test_a_budget_of_the_session_that_is_smaller_is_named(session: AmpSession) -> None:
+    (batch,) = batches_of(1)
+    budget = float(peak_of(session))
+    session.memory_budget = 0.5 * budget
+    table = session.largest_batch(batch=batch, loss_fn=cross_entropy, budget_bytes=budget, grid=ONE_ROW)
+    assert "The session's memory budget is" in repr(table)
+    assert len(table.notes) == 1
+    own = session.largest_batch(batch=batch, loss_fn=cross_entropy, grid=ONE_ROW, confirm=True)
+    assert own.notes == ()
+    assert own[0].confirmed is not None
+    assert own[0].confirmed.limit_bytes == own.budget_bytes == 0.5 * budget
+    session.memory_budget = None
+    larger = largest_batch(session, batch, cross_entropy, budget_bytes=budget, grid=ONE_ROW)
+    assert larger.notes == ()
+    session.memory_budget = 0.5 * budget  # said later than it was found
+    again = largest_batch(session, batch, cross_entropy, confirm=True, known=larger)
+    assert again.notes == table.notes
 
 
 # ---- beside a run --------------------------------------------------------------------------------------------------------
@@ -219,6 +360,65 @@ def test_a_plan_is_made_at_a_boundary_on_the_runs_thread(run: tuple[AmpSession, 
     assert session.inspection("plan").result.budget_bytes == 1e6  # type: ignore[union-attr]
     assert learned == [1]  # what was learned of the model serves again
     assert session.run_state == "running"
+
+
+class Fresh(Gated):
+    """Each batch is made when it is asked for, and nothing here holds it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(0)
+        self.count = count
+        self.newest: list[weakref.ref[torch.Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(self.count):
+            assert self.allowed.acquire(timeout=PATIENCE_S)
+            batch = batches_of(1)[0]
+            self.newest = [weakref.ref(each) for each in batch]
+            yield batch
+            del batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("plan", {"budget_bytes": 9e6}),
+        ("plan", {"budget_bytes": 1e6}),  # for which other sets, formats and batches are tried
+        ("largest_batch", {"budget_bytes": 2e6}),
+        ("predict_on_cuda", {"grid": GRID}),
+        ("check", {}),
+        ("dtype_map", {}),
+        ("preflight", {}),
+        ("precision", {}),
+        ("compare", {"grid": {"autocast": ["fp32", "bf16"]}, "steps": 2, "rounds": 2}),
+    ],
+)
+def test_what_is_found_out_in_a_run_adds_nothing_to_what_its_steps_hold(kind: Any, options: dict[str, Any]) -> None:
+    fresh = Fresh(20)
+    session = made(fresh)
+    try:
+        session.start()
+        fresh.let(4)
+        wait_for_step(session, 4)
+        if kind == "predict_on_cuda" and torch.cuda.is_available():
+            pytest.skip("there is a GPU")
+        batch = list(fresh.newest)
+        if kind == "compare":
+            session.compare_on_newest(**options)
+        else:
+            session.inspect(kind, **options)
+        fresh.let(1)
+        wait_for(lambda: (session.comparison if kind == "compare" else session.inspection(kind)).result is not None, kind)
+        fresh.let(4)
+        wait_for_step(session, 9)
+        gc.collect()
+        assert [each() for each in batch] == [None, None]
+        rows = session.history.columns("peak_bytes", "allocated_bytes")
+        for name in ("peak_bytes", "allocated_bytes"):
+            assert set(rows[name][5:].tolist()) == {rows[name][3]}
+    finally:
+        fresh.let(20)
+        session.close()
 
 
 def test_asked_while_one_is_made_another_is_made_afterwards(

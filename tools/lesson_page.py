@@ -300,7 +300,10 @@ def _cleaned(markup: str) -> str:
     """Without what is for a notebook's page only."""
     markup = re.sub(r"<style>.*?</style>", "", markup, flags=re.S)
     markup = re.sub(r"\bampw-still-\w+", "still", markup)
-    markup = re.sub(r"(?<!<ul>)((?:<li>.*?</li>)+)(?!</[uo]l>)", r"<ul>\1</ul>", markup, flags=re.S)
+    # items that are in no list, as in a report; those of a list stay as they are
+    markup = re.sub(
+        r"(<[uo]l\b.*?</[uo]l>)|((?:<li\b.*?</li>\s*)+)", lambda one: one[1] or f"<ul>{one[2]}</ul>", markup, flags=re.S
+    )
     markup = markup.replace("<table", "<div class=wide tabindex=0><table").replace("</table>", "</table></div>")
     return f"<div class=html>{markup}</div>"
 

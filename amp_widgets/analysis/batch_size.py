@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from amp_widgets.analysis.fake_model import first_dimension, is_batched
 from amp_widgets.analysis.fake_step import NOT_COUNTED, PREDICTED, FakeSteps, PredictedStep, TooLargeError, settings_with
 from amp_widgets.analysis.real_step import free_memory_bytes, real_step
+from amp_widgets.analysis.stoppable import CancelledError
 from amp_widgets.analysis.trial import (
     check_batch,
     check_hooks,
@@ -23,12 +24,12 @@ from amp_widgets.analysis.trial import (
 )
 from amp_widgets.core.deaths import out_of_memory_in
 from amp_widgets.core.loop import LiveLoop
-from amp_widgets.core.memory.budget import checked_budget, told_apart
+from amp_widgets.core.memory.budget import MemoryBudgetError, checked_budget, told_apart
 from amp_widgets.core.memory.death import clear_finished_frames, roots_of_dead_passes
 from amp_widgets.core.memory.dissolve import dissolve
 from amp_widgets.core.memory.profile import StepProfile, memory_text
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings
-from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.errors import AmpWidgetsError, RunError, SettingsError
 from amp_widgets.language import in_language
 
 LARGEST = 2**20
@@ -53,6 +54,9 @@ class BatchSize:
         With which.
     obtained
         How, see `amp_widgets.analysis.fake_step.PredictedStep`.
+    fails_at, failure
+        A larger size that was tried, at which a step fails, and how, where that is why no larger one was found: an error of the
+        model or the loss function, or memory that ran out before a step came to the budget. None where it was the budget.
     capped
         Whether larger ones may fit too, and were not looked for: they are above `LARGEST`, or could only be measured and this
         machine has no memory for that.
@@ -68,6 +72,8 @@ class BatchSize:
     capped: bool
     tried: dict[int, float]
     multiple_of: int = 1
+    fails_at: int | None = None
+    failure: str | None = None
 
     def __str__(self) -> str:
         return in_language(self.sentence)
@@ -81,8 +87,14 @@ class BatchSize:
             needs = f"needs {peak}" if math.isfinite(self.predicted_peak_bytes) else "needs more"
             return f"{what}: no batch fits into {budget}; {min(self.tried)} {needs} ({self.obtained})"
         at_least = "at least " if self.capped else ""
-        among = f" (of the multiples of {self.multiple_of}, as others do not run)" if self.multiple_of > 1 else ""
-        return f"{what}: batch {at_least}{self.size}{among} fits into {budget}, with a peak of {peak} ({self.obtained})"
+        among = f" (of the multiples of {self.multiple_of}, as others do not run)" if self.in_multiples else ""
+        fits = f"{what}: batch {at_least}{self.size}{among} fits into {budget}, with a peak of {peak} ({self.obtained})"
+        return fits if self.failure is None else f"{fits}; with {self.fails_at} a step fails: {self.failure}"
+
+    @property
+    def in_multiples(self) -> bool:
+        """Whether only multiples of `multiple_of` were looked at, and more than one of them is known to run."""
+        return self.multiple_of > 1 and (self.failure is None or self.size > self.multiple_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -163,7 +175,8 @@ def max_batch_size(
     RunError
         When the model is compiled.
     Exception
-        What the user's code raises with the batch as it is, or with a larger one.
+        What the user's code raises with the batch as it is. What it raises with another size is no reason to end: the largest
+        that runs is found, and `BatchSize.failure` says so.
     """
     budget = checked_budget(budget_bytes, "largest_batch")
     steps.check_not_compiled()
@@ -194,6 +207,7 @@ def max_batch_size(
             f"largest_batch: no batch that runs fits into {memory_text(real_limit)}, and none can be predicted"
             + (f", because {steps.because}" if steps.because else "")
         )
+    fails_at, failure = search.ended_by() or (None, None)
     return BatchSize(
         size=size,
         predicted_peak_bytes=search.peaks[size] if size else search.peaks[min(search.peaks)],
@@ -201,7 +215,9 @@ def max_batch_size(
         settings=last.settings,
         obtained=last.obtained,
         multiple_of=search.unit,
-        capped=size + search.unit > at_most or (search.real and real_limit < budget),
+        capped=failure is None and (size + search.unit > at_most or (search.real and real_limit < budget)),
+        fails_at=fails_at,
+        failure=failure,
         tried=dict(sorted(search.peaks.items())),
     )
 
@@ -272,6 +288,13 @@ def confirm(
     return Confirmation(size=batch_size, settings=settings, profile=profile, out_of_memory=because, limit_bytes=limit_bytes)
 
 
+def first_line(error: BaseException) -> str:
+    """An error in one line; with its type, but where it is one of this package."""
+    words = str(error).splitlines()
+    text = words[0] if words else ""
+    return text if isinstance(error, AmpWidgetsError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 def free_after(error: BaseException) -> None:
     """Free what a step holds that has run out of memory: its graph, and the frames that the exception has left."""
     roots = roots_of_dead_passes(error)
@@ -304,6 +327,8 @@ class _Search:
         self.unit = 1  # multiples of this are looked at
         self._low = 0  # up to this, nothing is to be looked at
         self._too_large = at_most + 1  # the smallest known not to
+        self.failure: tuple[int, str] | None = None  # that size, and what failed there, where it is not that it is too much
+        self._left_out: dict[int, str] = {}  # sizes that do not run, while others may
         self._rounds = 0  # of looking between the two
 
     def run(self) -> None:
@@ -319,13 +344,21 @@ class _Search:
         except TooLargeError:
             self._run_real()
             return  # another size is looked at instead
+        except CancelledError:
+            raise
         except Exception as error:
             ran_out = out_of_memory_in(error)
             if ran_out is not None:
                 self._run_real()
                 self.peaks[size] = math.inf
+                if not isinstance(ran_out, MemoryBudgetError):  # before the budget was reached
+                    self._ends_at(size, ran_out)
                 free_after(ran_out)
             elif self._leave_out(size):
+                self._left_out[size] = first_line(error)
+                return
+            elif self.fitting:
+                self._ends_at(size, error)
                 return
             else:
                 raise
@@ -337,15 +370,28 @@ class _Search:
         if self.peaks[size] <= self._budget:
             self.fitting = max(self.fitting, size)
             self._low = max(self._low, size)
-        else:
-            self._too_large = min(self._too_large, size)
+        elif size < self._too_large:
+            self._too_large, self.failure = size, None
+
+    def ended_by(self) -> tuple[int, str] | None:
+        """A size larger than what fits, and what fails there, where that is why no larger one was found."""
+        if self.failure is None and self.unit > 1 and sum(map(math.isfinite, self.peaks.values())) < 2:
+            return next(((size, text) for size, text in sorted(self._left_out.items()) if size > self.fitting > 0), None)
+        return self.failure if self.fitting else None
+
+    def _ends_at(self, size: int, error: BaseException) -> None:
+        """With this size a step fails for another reason than the budget: no larger ones are looked at."""
+        if size < self._too_large:
+            self._too_large, self.failure = size, (size, first_line(error))
 
     def _leave_out(self, size: int) -> bool:
         """A size does not run, as one row with BatchNorm; whether there are others to look at.
 
         Where more rows do not run, it may be that they have to be in pairs, or in fours: as those that were given.
         """
-        unit = next((each for each in range(self.unit + 1, self._given + 1) if self._given % each == 0 and size % each), None)
+        running = (self._given, *(each for each, peak in self.peaks.items() if math.isfinite(peak)))
+        larger = range(self.unit + 1, self._given + 1)
+        unit = next((each for each in larger if size % each and not any(ran % each for ran in running)), None)
         if unit is not None and size > 1:
             self.unit = unit
         elif size < self._given:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from amp_widgets.analysis.batch_size import BatchSize, Confirmation, confirm, max_batch_size
+from amp_widgets.analysis.batch_size import BatchSize, Confirmation, confirm, first_line, max_batch_size
 from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.corners import Corner, Grid, LayerChoice, corners_of
 from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, fake_steps
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.real_step import free_memory_bytes
 from amp_widgets.analysis.stoppable import CancelledError, stoppable
 from amp_widgets.analysis.trial import check_idle, check_not_compiled
@@ -29,6 +30,8 @@ from amp_widgets.errors import AmpWidgetsError, SettingsError
 from amp_widgets.language import in_language, marked_all, say
 
 VERB = "largest_batch"
+MOST_SMALLER = 6
+"""Sizes that are tried where memory runs out with the one that was predicted to fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +47,10 @@ class BatchSizeRow:
     found
         The largest batch that is predicted to fit; None where `why_not` says why that is not known.
     confirmed
-        What a real step with it came to; None where none was made.
+        What a real step with it came to; where memory ran out, of the largest smaller one that was tried and fits, or else of the
+        smallest that was tried. None where none was made.
+    ran_out_at
+        The smallest size with which a real step was too much; None where none was.
     why_not
         Why something is missing, or None.
     """
@@ -55,11 +61,17 @@ class BatchSizeRow:
     checkpointed: tuple[str, ...]
     found: BatchSize | None = None
     confirmed: Confirmation | None = None
+    ran_out_at: int | None = None
     why_not: str | None = None
 
     @property
     def size(self) -> int:
-        """Rows of the largest batch that is predicted to fit; 0 where none does, or it is not known."""
+        """Rows of the largest batch that is predicted to fit, or, where memory ran out with it, of the one that really ran.
+
+        0 where none fits, or it is not known.
+        """
+        if self.confirmed is not None and self.ran_out_at is not None:
+            return self.confirmed.size if self.confirmed.fits else 0
         return 0 if self.found is None else self.found.size
 
 
@@ -99,15 +111,19 @@ class BatchSizes(Sequence[BatchSizeRow]):
         """Rows of text, the first of them the headings."""
         return [_HEADINGS, *(self._cells(row) for row in self.rows)]
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """What the table shows, in the language in force."""
         return say("the largest batch that fits into {budget_bytes}", budget_bytes=memory_text(self.budget_bytes))
 
-    def __repr__(self) -> str:
-        return "\n".join([str(self), *table_text(self._told_table(), words=_WORDS), *map(in_language, self.notes)])
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *table_text(self._told_table(), words=_WORDS), *map(in_language, self.notes)])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<div>{html.escape(in_language(note))}</div>" for note in self.notes)
-        return f"<div><b>{html.escape(str(self))}</b>{table_html(self._told_table(), words=_WORDS)}{notes}</div>"
+        return f"<div><b>{html.escape(self.headline)}</b>{table_html(self._told_table(), words=_WORDS)}{notes}</div>"
 
     def _told_table(self) -> list[list[str]]:
         return told(self.to_table(), sentences=_SENTENCES)
@@ -119,22 +135,27 @@ class BatchSizes(Sequence[BatchSizeRow]):
     def _cells(self, row: BatchSizeRow) -> tuple[str, ...]:
         first = self.rows[0].size
         ratio = f"×{row.size / first:.2f}" if first and row.size else ""
-        found, done = row.found, row.confirmed
-        size = _NOT_KNOWN if found is None else _NONE_FITS if not row.size else f"{'at least ' * found.capped}{found.size:,}"
-        if found is not None and row.size and found.multiple_of > 1:
-            size += f" (of multiples of {found.multiple_of})"
-        predicted = "" if found is None or not row.size else self._peak_text(found.predicted_peak_bytes)
+        found = row.found
+        predicted = math.nan if found is None or not row.size else found.tried.get(row.size, math.nan)
+        if found is not None and row.size == found.size > 0:
+            predicted = found.predicted_peak_bytes
+        text = "" if math.isnan(predicted) else self._peak_text(predicted)
+        return row.label, str(len(row.checkpointed)), _size_text(row), ratio, text, self._confirmed_text(row)
+
+    def _confirmed_text(self, row: BatchSizeRow) -> str:
+        done = row.confirmed
         if row.why_not is not None:
-            confirmed = row.why_not
-        elif done is None:
-            confirmed = ""
-        elif done.profile is None:
-            confirmed = "ran out of memory"
-        else:
-            confirmed = f"{self._peak_text(done.peak_bytes)}{'' if done.fits else ', too much'}"
-        return row.label, str(len(row.checkpointed)), size, ratio, predicted, confirmed
+            return row.why_not
+        if done is None:
+            return ""
+        if done.profile is None:
+            smaller = row.ran_out_at is not None and row.found is not None and row.ran_out_at < row.found.size
+            return f"ran out of memory, also with {row.ran_out_at:,}" if smaller else "ran out of memory"
+        ran = f"{self._peak_text(done.peak_bytes)}{'' if done.fits else ', too much'}"
+        return f"{ran}; {row.ran_out_at:,} is too much" if done.fits and row.ran_out_at is not None else ran
 
 
+@interrupts_noted()
 def largest_batch(
     loop: LiveLoop,
     batch: tuple[Any, Any],
@@ -229,7 +250,8 @@ def _predicted(
             except CancelledError:
                 stopped = True
                 break
-    return BatchSizes(rows=tuple(rows), budget_bytes=budget, notes=left_out, cancelled=stopped)
+    notes = (*left_out, *_own_budget(loop, budget))
+    return BatchSizes(rows=tuple(rows), budget_bytes=budget, notes=notes, cancelled=stopped)
 
 
 def _row(corner: Corner, steps: FakeSteps, budget: float) -> BatchSizeRow:
@@ -245,7 +267,7 @@ def _row(corner: Corner, steps: FakeSteps, budget: float) -> BatchSizeRow:
     except CancelledError:
         raise
     except Exception as error:  # the user's code with another size or format; the other rows may be fine
-        return dataclasses.replace(row, why_not=_first_line(error))
+        return dataclasses.replace(row, why_not=first_line(error))
 
 
 def _confirmed(
@@ -264,28 +286,56 @@ def _confirmed(
         at = waiting[position]
         row = rows[at]
         with contextlib.suppress(CancelledError):
-            rows[at] = _confirmed_row(loop, batch, loss_fn, row, table.budget_bytes)
-    return dataclasses.replace(table, rows=tuple(rows))
+            rows[at] = _confirmed_row(loop, batch, loss_fn, row, table.budget_bytes, cancelled)
+    notes = tuple(dict.fromkeys((*table.notes, *_own_budget(loop, table.budget_bytes))))
+    return dataclasses.replace(table, rows=tuple(rows), notes=notes)
 
 
 def _confirmed_row(
-    loop: LiveLoop, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], row: BatchSizeRow, budget: float
+    loop: LiveLoop,
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    row: BatchSizeRow,
+    budget: float,
+    cancelled: Callable[[], bool],
 ) -> BatchSizeRow:
-    try:
-        done = confirm(
-            loop,
-            batch,
-            loss_fn,
-            batch_size=row.size,
-            autocast=row.autocast,
-            checkpointed=row.checkpointed,
-            budget_bytes=budget,
-        )
-    except AmpWidgetsError:
-        raise
-    except Exception as error:  # the user's code with another size
-        return dataclasses.replace(row, why_not=_first_line(error))
-    return dataclasses.replace(row, confirmed=done)
+    """The row with what a real step came to; where memory ran out, with what smaller ones came to, of which a few are tried."""
+    assert row.found is not None
+    unit = row.found.multiple_of
+    low, high, size, tries = 0, row.size, row.size, 0
+    best: Confirmation | None = None
+    while tries <= MOST_SMALLER:
+        try:
+            done = confirm(
+                loop,
+                batch,
+                loss_fn,
+                batch_size=size,
+                autocast=row.autocast,
+                checkpointed=row.checkpointed,
+                fp32_layers=row.found.settings.fp32_layers,
+                budget_bytes=budget,
+            )
+        except AmpWidgetsError:
+            raise
+        except Exception as error:  # the user's code with another size
+            if tries:
+                break
+            return dataclasses.replace(row, why_not=first_line(error))
+        tries += 1
+        if done.fits:
+            low, best = size, done
+            if size == row.size:
+                break
+        else:
+            high = size
+            best = done if best is None or not best.fits else best
+        # a little less at first, as a prediction may be off by little; then half way
+        size = high - max(unit, high // 16) if tries == 1 else (low + high) // 2
+        size -= size % unit
+        if size <= low or cancelled():
+            break
+    return dataclasses.replace(row, confirmed=best, ran_out_at=high if low < row.size else None)
 
 
 def budget_of(loop: LiveLoop, budget_bytes: float | None) -> float:
@@ -306,13 +356,34 @@ def budget_of(loop: LiveLoop, budget_bytes: float | None) -> float:
     return found
 
 
-def _first_line(error: BaseException) -> str:
-    words = str(error).splitlines()
-    text = words[0] if words else ""
-    return text if isinstance(error, AmpWidgetsError) else f"{type(error).__name__}: {text}"
+def _size_text(row: BatchSizeRow) -> str:
+    found = row.found
+    if found is None:
+        return _NOT_KNOWN
+    if row.ran_out_at is not None and row.size != found.size:  # not so many, whatever was predicted
+        untried = row.ran_out_at - row.size > found.multiple_of
+        return f"{'at least ' * untried}{row.size:,}" if row.size else _NONE_RAN
+    if not row.size:
+        return _NONE_FITS
+    text = f"{'at least ' * found.capped}{found.size:,}"
+    if found.in_multiples:
+        text += f" (of multiples of {found.multiple_of})"
+    return text if found.failure is None else f"{text}; with {found.fails_at} a step fails: {found.failure}"
+
+
+def _own_budget(loop: LiveLoop, budget_bytes: float) -> tuple[str, ...]:
+    """A sentence, where steps of the run may hold less than what was asked about."""
+    own = loop.memory_budget
+    if own is None or own >= budget_bytes:
+        return ()
+    smaller, larger = told_apart(own, budget_bytes)
+    return (
+        f"The session's memory budget is {smaller}: steps of the run that hold more run out of memory. Found and confirmed here "
+        f"is what fits into {larger}, which was asked for.",
+    )
 
 
 _HEADINGS = marked_all("settings", "layers", "largest batch", "× fp32/none", "predicted peak", "really run")
-_NOT_KNOWN, _NONE_FITS = marked_all("not known", "none fits")
+_NOT_KNOWN, _NONE_FITS, _NONE_RAN = marked_all("not known", "none fits", "none that was tried ran")
 _WORDS = (0, 5)
 _SENTENCES = (2, 5)

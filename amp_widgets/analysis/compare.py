@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_widgets.analysis.comparison import Comparison, Progress, Row
 from amp_widgets.analysis.corners import Corner, Grid, LayerChoice, corners_of
+from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_interrupt
 from amp_widgets.analysis.relative_error import RelativeError
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
@@ -86,7 +87,7 @@ def compare(
     batch
         ``(inputs, targets)``; copies on the model's device are used.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
     grid
         What to compare, see `amp_widgets.analysis.corners.corners_of`. None: fp32, fp16 and bf16, as far as the device has
         them, each with no layer checkpointed, all of them, those of `planned`, and those in force.
@@ -219,7 +220,7 @@ class _Start:
 
 @contextlib.contextmanager
 def _kept(loop: LiveLoop, model: nn.Module, loss_fn: LossFunction) -> Iterator[_Start]:
-    with loop.set_aside(), region("fp32", loop.device.type):
+    with interrupts_noted(), loop.set_aside(), region("fp32", loop.device.type):
         start = _Start(loop, model, loss_fn)
         try:
             try:
@@ -356,6 +357,7 @@ class _Comparing:
         self._start.forget_turn()
 
     def _ask(self) -> None:
+        raise_lost_interrupt()
         if self._cancelled is not None and self._cancelled():
             raise _CancelledError
 

@@ -323,9 +323,13 @@ def _best(rows: list[Row]) -> list[str]:
         others = [row for row in timed if row is not fastest]
         few = [row.label for row in others if row.few_steps or fastest.few_steps]
         near = [row.label for row in others if row.label not in few and row.step_s_low <= fastest.step_s_high]
-        beside = f"; within the spread of it: {_listed(near)}" if near else ""
-        beside += f"; too few steps were timed to tell it from {_listed(few)}" if few else ""
-        sentences.append(f"Shortest step: {fastest.label}, {time_text(fastest.step_s)}{beside}.")
+        if near or few:
+            beside = f"; within the spread of it: {_listed(near)}" if near else ""
+            beside += f"; too few steps were timed to tell it from {_listed(few)}" if few else ""
+            least_s = time_text(fastest.step_s)
+            sentences.append(f"No step is clearly the shortest. Least median: {fastest.label}, {least_s}{beside}.")
+        else:
+            sentences.append(f"Shortest step: {fastest.label}, {time_text(fastest.step_s)}.")
     return sentences
 
 

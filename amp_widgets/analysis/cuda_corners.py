@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from amp_widgets.analysis.comparison import Progress
 from amp_widgets.analysis.corners import Grid, LayerChoice, corners_of
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.on_cuda import CudaPrediction, CudaPredictions, cuda_steps
 from amp_widgets.analysis.stoppable import CancelledError
 from amp_widgets.analysis.trial import check_idle
@@ -18,6 +20,7 @@ from amp_widgets.core.loop import LiveLoop
 VERB = "predict_on_cuda"
 
 
+@interrupts_noted()
 def predict_corners_on_cuda(
     loop: LiveLoop,
     batch: tuple[Any, Any],
@@ -61,9 +64,8 @@ def predict_corners_on_cuda(
             if on_progress is not None:
                 told = Progress(done=at, total=len(corners), seconds_left=math.nan, doing=f"predicting {corner.label}")
                 on_progress(told)
-            found.append(
-                steps.step(autocast=corner.settings.autocast, checkpointed=corner.settings.checkpointed, batch_size=batch_size)
-            )
+            one = steps.step(autocast=corner.settings.autocast, checkpointed=corner.settings.checkpointed, batch_size=batch_size)
+            found.append(dataclasses.replace(one, settings=corner.label))  # two sets may have as many layers
     if not found:
         raise CancelledError(f"{VERB}: it was cancelled")
     return CudaPredictions(found)

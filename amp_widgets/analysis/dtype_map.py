@@ -197,7 +197,7 @@ def dtype_map(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> 
     batch
         ``(inputs, targets)``; copies on the model's device are used.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
 
     Raises
     ------

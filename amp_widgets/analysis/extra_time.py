@@ -109,6 +109,11 @@ class LayerTimer:
         Layers, none within another, to be checkpointed in every second row of passes.
     check
         Called before each pass; what it raises ends it.
+
+    Attributes
+    ----------
+    batch
+        The one that was given; another of the same form may be put in its place, and None between two calls of `time`.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class LayerTimer:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
-        self._batch = batch
+        self.batch = batch
         self._loss_fn = loss_fn
         self._verb = verb
         self._together = tuple(together)
@@ -158,7 +163,7 @@ class LayerTimer:
         RunError
             As `trial` does.
         """
-        with trial(self._loop, self._batch, self._loss_fn, verb=self._verb) as tried:
+        with trial(self._loop, self.batch, self._loss_fn, verb=self._verb) as tried:
             passes = _Passes(tried, self._loop, limit_s, longest_s, self._check, self._kinds)
             try:
                 found = None if self._all_checkpointed else passes.pairs(self._together)

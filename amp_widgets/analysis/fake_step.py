@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_kernels import UnfakeableError
 from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining, first_dimension
-from amp_widgets.analysis.held_interrupt import interrupts_held
+from amp_widgets.analysis.held_interrupt import interrupts_held, raise_lost_interrupt
 from amp_widgets.analysis.real_step import free_memory_bytes, real_step
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
@@ -42,6 +42,7 @@ from amp_widgets.core.memory.step_record import StepRecord
 from amp_widgets.core.memory.storages import LiveStorages, state_of
 from amp_widgets.core.memory.tracker import StepTracker
 from amp_widgets.core.memory.whole_step import CompleteStep
+from amp_widgets.core.model_call import call_model
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings
 from amp_widgets.errors import RunError, SettingsError
 
@@ -189,6 +190,16 @@ class FakeSteps:
         self.keeps_gradients = False
         """Whether steps begin with the gradients of one before, and add to them."""
 
+    def take(self, batch: Any) -> None:
+        """Go on with another batch of the same form; None is none, so that the one before is not held between two steps.
+
+        Raises
+        ------
+        RunError
+            When it is no pair.
+        """
+        self._batch = (None, None) if batch is None else check_batch(batch, self._verb)
+
     @property
     def batch_size(self) -> int | None:
         """Of the batch that was given; None where nothing in it has a dimension."""
@@ -200,6 +211,7 @@ class FakeSteps:
         autocast: AutocastName | None = None,
         checkpointed: Iterable[str] | None = None,
         fp32_layers: Iterable[str] | None = None,
+        scaling: bool | None = None,
         batch_size: int | None = None,
         limit_bytes: float = math.inf,
         real_at_most: int | None = None,
@@ -212,6 +224,8 @@ class FakeSteps:
             The format; None for the one in force.
         checkpointed, fp32_layers
             Names of layers, globs, or for the first a plan; exactly these are on. None for those in force.
+        scaling
+            Whether the loss is scaled in fp16; None for as it is.
         batch_size
             The first dimension of every tensor in the batch that is as long there as the batch; None for the batch as it is.
             For a real step, rows of the batch are repeated.
@@ -231,8 +245,11 @@ class FakeSteps:
         Exception
             What the user's code raises in a real step.
         """
+        raise_lost_interrupt()
         model = self._open_model()
-        settings = settings_with(self._loop, model, autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers)
+        settings = settings_with(
+            self._loop, model, autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers, scaling=scaling
+        )
         size = self._size(batch_size)
         if self.because is None:
             try:
@@ -335,7 +352,7 @@ class FakeSteps:
                 training.keep_gradients()
             elif not set(settings.checkpointed) <= self._learned:
                 with region(settings.autocast, device.type):
-                    model(training.batch(self._batch, device, size)[0])
+                    call_model(model, training.batch(self._batch, device, size)[0])
             self._learned.update(settings.checkpointed)
             if not self.keeps_gradients:
                 training.begin()
@@ -381,7 +398,13 @@ class FakeSteps:
 
 
 def settings_with(
-    loop: LiveLoop, model: nn.Module, *, autocast: AutocastName | None, checkpointed: Any, fp32_layers: Iterable[str] | None
+    loop: LiveLoop,
+    model: nn.Module,
+    *,
+    autocast: AutocastName | None,
+    checkpointed: Any,
+    fp32_layers: Iterable[str] | None,
+    scaling: bool | None = None,
 ) -> Settings:
     """The settings in force with some replaced; names and globs are resolved.
 
@@ -397,6 +420,8 @@ def settings_with(
         changes["checkpointed"] = Checkpointing(model).resolve(getattr(checkpointed, "layers", checkpointed))
     if fp32_layers is not None:
         changes["fp32_layers"] = Fp32Layers(model).resolve(fp32_layers)
+    if scaling is not None:
+        changes["scaling"] = scaling
     settings = loop.settings.replace(**changes)
     support = loop.support[settings.autocast]
     if not support.available:

@@ -6,6 +6,7 @@ from amp_widgets.analysis.gradients import GradientRange
 from amp_widgets.analysis.overflow import diagnose, skip_runs, summarised
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.errors import SettingsError
+from amp_widgets.language import Sentence
 
 
 def gradient_range(loop: LiveLoop, *, wait: bool) -> GradientRange | None:
@@ -39,4 +40,5 @@ def skip_report(loop: LiveLoop) -> tuple[str, ...]:
     ranges = tuple(map(GradientRange.of, loop.numerics.gradients.counts))
     runs = summarised(skip_runs(history, overflow.notes, ranges))
     wrong = diagnose(history, overflow.notes, overflow.refused, ranges)
-    return (*(f"{run.sentence}." for run in runs), *(f"{one.sentence}. {one.cause}." for one in wrong))
+    said = (*(f"{run.sentence}." for run in runs), *(f"{one.sentence}. {one.cause}." for one in wrong))
+    return tuple(map(Sentence, said))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from amp_widgets.core.history import Event
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.profile import memory_text
+from amp_widgets.core.settings import FIELD_NAMES, Settings
+from amp_widgets.language import marked
 
 MARGIN, MOST_MARGIN_BYTES = 1e-3, 4000.0
 """What is promised besides a predicted peak, as a share of it, and at most."""
@@ -17,10 +20,12 @@ MARGIN, MOST_MARGIN_BYTES = 1e-3, 4000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestPeaks:
-    """Of the newest steps with the settings in force.
+    """Of the newest measured steps, all of them with the same settings.
 
     Attributes
     ----------
+    settings
+        Those that were in force then.
     peak_bytes
         The highest.
     end_bytes
@@ -29,6 +34,7 @@ class NewestPeaks:
         Whether there is only the first step with these settings.
     """
 
+    settings: Settings
     peak_bytes: float
     end_bytes: float
     first: bool
@@ -75,21 +81,24 @@ class Expected:
 
 
 def newest_peaks(loop: LiveLoop) -> NewestPeaks | None:
-    """What was measured of the newest steps with the settings in force; None where nothing was, or it is counted otherwise."""
+    """What was measured of the newest steps, with the settings of then; None where nothing was, or it is counted otherwise."""
     if loop.device.type != "cpu":
         return None  # peaks of an allocator, in which other things are, too
     history = loop.history_so_far
-    applied = history.events("applied")
-    begun = applied[-1].step if applied else 0
     rows = history.columns("step", "peak_bytes", "allocated_bytes")
-    which = np.flatnonzero((rows["step"] >= begun) & np.isfinite(rows["peak_bytes"]))
+    which = np.flatnonzero(np.isfinite(rows["peak_bytes"]))
+    if not len(which):
+        return None
+    newest = int(rows["step"][which].max())
+    applied = [event for event in history.events("applied") if event.step <= newest]
+    begun = max((event.step for event in applied), default=0)
+    which = which[rows["step"][which] >= begun]
     later = which[rows["step"][which] > begun]
     first = not len(later)
     which = (which if first else later)[-_STEPS:]
-    if not len(which):
-        return None
     ends = rows["allocated_bytes"][which]
     return NewestPeaks(
+        settings=_settings_after(applied),
         peak_bytes=float(rows["peak_bytes"][which].max()),
         end_bytes=float(np.fmax.reduce(ends)),
         first=first,
@@ -140,11 +149,19 @@ def besides_of(measured: NewestPeaks, plain: Expected, keeping: Callable[[], Exp
     return Besides(keeps_gradients=False, more_bytes=more, note=kept_note)
 
 
+EARLIER = marked("what your loop holds was seen in steps with other settings: none was measured with those in force")
+"""A note where it was."""
 _STEPS = 16
 """So many of the newest are looked at: those of accumulation are not alike."""
 _SLACK_BYTES = 256.0
 """A loss that is alive in the next step is nothing to talk about."""
 _SLACK = 0.01
+
+
+def _settings_after(applied: Iterable[Event]) -> Settings:
+    """A session begins with the defaults."""
+    changes = {name: value for event in applied for name, value in event.detail.items() if name in FIELD_NAMES}
+    return Settings(**changes)
 
 
 def _above(measured: NewestPeaks, expected: Expected) -> float:

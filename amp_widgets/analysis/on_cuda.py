@@ -16,7 +16,7 @@ from torch import nn
 from amp_widgets.analysis.cuda_operators import cuda_operators
 from amp_widgets.analysis.cuda_policy import cuda_policy
 from amp_widgets.analysis.fake_step import NOT_COUNTED, FakeSteps, PredictedStep, fake_steps
-from amp_widgets.analysis.held_interrupt import interrupts_held
+from amp_widgets.analysis.held_interrupt import interrupts_held, interrupts_noted
 from amp_widgets.analysis.trial import check_idle, check_not_compiled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.caching_allocator import replay_training
@@ -47,7 +47,7 @@ class CudaPrediction:
     autocast, checkpointed, batch_size
         With which format, checkpointed layers and first dimension of the batch; None where it has none.
     settings
-        The same in a few words.
+        The same in a few words; of one of several the name of its set, as in ``"bf16/all"``.
     label
         How these numbers were obtained.
     left_out
@@ -99,6 +99,7 @@ class CudaPredictions(Sequence[CudaPrediction]):
         rows = [
             [
                 prediction.settings,
+                str(len(prediction.checkpointed)),
                 "" if prediction.batch_size is None else str(prediction.batch_size),
                 memory_text(prediction.tensor_peak_bytes),
                 memory_text(prediction.allocated_peak_bytes),
@@ -126,6 +127,7 @@ class CudaPredictions(Sequence[CudaPrediction]):
         return told(self.to_rows(), sentences=(0,))
 
 
+@interrupts_noted()
 def predict_on_cuda(
     loop: LiveLoop,
     batch: tuple[Any, Any],
@@ -292,6 +294,6 @@ def _left_out(record: StepRecord) -> tuple[str, ...]:
 
 
 _RECURRENT = {"LSTM", "GRU", "RNN"}
-_HEADINGS = marked_all("settings", "batch", "tensors", "allocated", "reserved")
+_HEADINGS = marked_all("settings", "layers", "batch", "tensors", "allocated", "reserved")
 _WORDS = (0,)
 _COUNTER_BYTES = 8

@@ -83,7 +83,7 @@ class Plan:
     predicted_extra_seconds
         What the step takes more than with no layer checkpointed.
     autocast
-        The format in force.
+        The format in force. A request for the plan is refused where another one will be in force with it.
     fits
         Whether the predicted peak is within the budget. Where it is not, a request for the plan is refused; one for its
         `layers` is not.
@@ -102,6 +102,8 @@ class Plan:
         Where nothing fits: what else would help.
     notes
         Sentences about what the loop of the run holds besides a plain training step.
+    fp32_layers
+        Those that were kept in FP32.
     """
 
     layers: tuple[str, ...]
@@ -117,6 +119,7 @@ class Plan:
     points: tuple[PlanPoint, ...]
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
+    fp32_layers: tuple[str, ...] = ()
 
     @property
     def predicted_extra_s(self) -> float:
@@ -150,7 +153,10 @@ class Plan:
         nearest = f", with {len(self.layers)} of {self.candidates} layers checkpointed ({names})" if self.layers else ""
         helps = [f"{each.label}: {memory_text(each.peak_bytes)}" for each in self.alternatives if each.fits]
         advice = f"; what would fit instead: {', '.join(helps)}" if helps else ""
-        return f"plan for {budget} in {self.autocast}: no set of layers fits; {least}{nearest}{advice}"
+        larger = [each for each in self.alternatives if not each.fits]
+        others = [f"{each.label}: {told_apart(each.peak_bytes, self.budget_bytes)[0]}" for each in larger]
+        short = f"; what would be too much, too: {', '.join(others)}" if others else ""
+        return f"plan for {budget} in {self.autocast}: no set of layers fits; {least}{nearest}{advice}{short}"
 
     @property
     def explanation(self) -> str:

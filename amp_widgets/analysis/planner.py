@@ -16,15 +16,19 @@ from amp_widgets.analysis.choice import Choice, ChosenBy, chosen_by
 from amp_widgets.analysis.corners import all_layers
 from amp_widgets.analysis.extra_time import ExtraTimes, LayerTimer
 from amp_widgets.analysis.fake_step import FakeSteps, PredictedStep, fake_steps
-from amp_widgets.analysis.loop_memory import NOTHING_BESIDES, Expected, besides_of, newest_peaks
+from amp_widgets.analysis.held_interrupt import interrupts_noted
+from amp_widgets.analysis.loop_memory import EARLIER, NOTHING_BESIDES, Expected, besides_of, newest_peaks
 from amp_widgets.analysis.peak_model import PeakModel, first_step_peak
 from amp_widgets.analysis.plan import CURVE, PLAN, Alternative, Plan, PlanPoint
 from amp_widgets.analysis.stoppable import CancelledError, check_not_cancelled
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.budget import checked_budget
-from amp_widgets.core.settings import AutocastName
+from amp_widgets.core.settings import AutocastName, Settings
+from amp_widgets.errors import SettingsError
 
 Layers = tuple[str, ...]
+_Known = tuple[bool, AutocastName, Layers, bool, Layers]
+"""Of a predicted step: whether gradients are kept, the format, layers in FP32, whether the loss is scaled, those checkpointed."""
 
 
 def plan(
@@ -59,7 +63,7 @@ def plan(
     batch
         ``(inputs, targets)``.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
     cancelled
         Asked before every step, pass and search; True ends it.
 
@@ -116,6 +120,8 @@ _LIKELY = 1.02
 _HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
 _BATCHES, _ALTERNATIVES_S = 5, 1.5
 """Batch sizes that are tried; and when there is one that fits, no other after this time."""
+_SLOW_S = 0.4
+"""Where predicting a step takes longer, nothing is predicted that only makes an alternative better."""
 
 
 class Planner:
@@ -132,7 +138,22 @@ class Planner:
         self._budget = math.nan
         self._begun_s = self._timed_s = 0.0
         self._besides = NOTHING_BESIDES
+        self._notes: tuple[str, ...] = ()
+        self._known: dict[_Known, Expected] = {}
 
+    def take(self, batch: Any) -> None:
+        """Plan on another batch of the same form; None is none, so that the one before is not held between two plans."""
+        self._batch = batch
+        self._steps.take(batch)
+        if self._learned_for is not None:
+            self._timer.batch = batch
+
+    @property
+    def follows_numbers(self) -> bool:
+        """Whether steps are run for their peaks, which may depend on the numbers in the batch."""
+        return self._steps.because is not None
+
+    @interrupts_noted()
     def plan(self, budget_bytes: float, *, cancelled: Callable[[], bool] = lambda: False) -> Plan:
         """The plan for a budget; see `plan`. After it was cancelled, this planner is not to be used any more.
 
@@ -150,9 +171,10 @@ class Planner:
         self._begun_s = time.perf_counter()
         self._timed_s = 0.0
         settings = self._loop.settings
-        if self._learned_for != (settings.autocast, settings.fp32_layers):
+        learned_for = settings.autocast, settings.fp32_layers, settings.scales_loss
+        if self._learned_for != learned_for:
             self._learn()
-            self._learned_for = settings.autocast, settings.fp32_layers
+            self._learned_for = learned_for
         elif self._timer.passes < _ENOUGH_PASSES and self._timer.round_s < _ROUND_S:
             self._time()
         self._compare_with_run()
@@ -183,7 +205,8 @@ class Planner:
             candidates=self._candidates,
             points=points,
             alternatives=self._alternatives(chosen) if best is None else (),
-            notes=(self._besides.note,) if self._besides.note else (),
+            notes=self._notes,
+            fp32_layers=settings.fp32_layers,
         )
 
     def _learn(self) -> None:
@@ -193,7 +216,6 @@ class Planner:
         self._order = {layer.name: at for at, layer in enumerate(layers)}
         self._usable = [layer.name for layer in layers if layer.why_not is None and not layer.structural]
         self._candidates = len(self._usable)
-        self._known: dict[tuple[bool, Layers], Expected] = {}
         self._besides = NOTHING_BESIDES
         self._learn_peaks()
         everything = all_layers(layers)
@@ -234,14 +256,16 @@ class Planner:
         """Predict a step with no layer checkpointed, with gradients kept or not."""
         self._steps.keeps_gradients = self._besides.keeps_gradients
         base = self._predict(checkpointed=())
-        self._known[self._besides.keeps_gradients, ()] = _expected(base)
+        self._known[_known_as(self._besides.keeps_gradients, self._loop.settings, ())] = _expected(base)
         self._peaks: dict[Layers, float] = {(): self._besides.promised(base.peak_bytes)}
         self._model = _model_of(base, self._usable)
         self._least_known: Layers | None = None
 
     def _learn_choice(self) -> None:
-        model = self._model
-        self._choice = Choice(
+        self._choice = self._choice_of(self._model)
+
+    def _choice_of(self, model: PeakModel) -> Choice:
+        return Choice(
             held_bytes=model.held_bytes,
             change_bytes=model.change_bytes,
             cost_s=np.array([self._cost_s([name]) for name in model.names]),
@@ -259,10 +283,14 @@ class Planner:
     def _compare_with_run(self) -> None:
         """Find what the loop holds besides a plain step, and count it in all peaks."""
         measured = newest_peaks(self._loop)
-        layers = self._ordered(self._loop.settings.checkpointed)
         besides = self._besides
         if measured is not None:
-            besides = besides_of(measured, self._expect(False, layers), lambda: self._expect(True, layers))
+            then = measured.settings
+            with contextlib.suppress(SettingsError):  # a layer or a format of then, which is not there any more
+                besides = besides_of(measured, self._expect(False, then), lambda: self._expect(True, then))
+        counts = besides.keeps_gradients or besides.more_bytes > 0
+        earlier = counts and measured is not None and _of_peak(measured.settings) != _of_peak(self._loop.settings)
+        self._notes = (besides.note, *((EARLIER,) * earlier)) if besides.note else ()
         if besides == self._besides:
             return
         again = besides.keeps_gradients != self._besides.keeps_gradients
@@ -271,16 +299,19 @@ class Planner:
             self._learn_peaks()
             self._learn_choice()
         self._steps.keeps_gradients = besides.keeps_gradients
-        known = {names: step.first_peak_bytes for (keeps, names), step in self._known.items() if keeps == besides.keeps_gradients}
+        plain = _known_as(besides.keeps_gradients, self._loop.settings, ())[:-1]
+        known = {names: step.first_peak_bytes for (*how, names), step in self._known.items() if tuple(how) == plain}
         self._peaks = {names: besides.promised(peak) for names, peak in known.items()}
 
-    def _expect(self, keeps_gradients: bool, layers: Layers) -> Expected:
-        """Of a step, predicted once."""
-        key = keeps_gradients, layers
+    def _expect(self, keeps_gradients: bool, settings: Settings, layers: Layers | None = None) -> Expected:
+        """Of a step with the layers of these settings checkpointed, or with others, predicted once."""
+        layers = self._ordered(settings.checkpointed) if layers is None else layers
+        key = _known_as(keeps_gradients, settings, layers)
         if key not in self._known:
             before, self._steps.keeps_gradients = self._steps.keeps_gradients, keeps_gradients
+            how = {name: getattr(settings, name) for name in ("autocast", "fp32_layers", "scaling")}
             try:
-                self._known[key] = _expected(self._predict(checkpointed=layers))
+                self._known[key] = _expected(self._predict(checkpointed=layers, **how))
             finally:
                 self._steps.keeps_gradients = before
         return self._known[key]
@@ -292,7 +323,7 @@ class Planner:
         key = self._ordered(names)
         if key not in self._peaks:
             begun_s = time.perf_counter()
-            expected = self._expect(self._besides.keeps_gradients, key)
+            expected = self._expect(self._besides.keeps_gradients, self._loop.settings, key)
             self._peaks[key] = self._besides.promised(expected.first_peak_bytes)
             self._step_s = time.perf_counter() - begun_s
         return self._peaks[key]
@@ -417,25 +448,59 @@ class Planner:
         )
 
     def _alternatives(self, least: Layers) -> tuple[Alternative, ...]:
-        """With the layers that need least: a format of half the size, and the largest batch that fits."""
-        found = []
-        half = [name for name in _HALF if self._loop.support[name].available]
-        if half and self._loop.settings.autocast == "fp32" and (peak := self._peak_of(least, autocast=half[0])) is not None:
-            changes = {"autocast": half[0], "checkpointed": least}
-            found.append(Alternative(label=half[0], changes=changes, batch_size=None, peak_bytes=peak, fits=peak <= self._budget))
-        batch = self._smaller_batch(least)
-        return tuple(found) if batch is None else (*found, batch)
+        """A format of half the size, and the largest batch that fits, with the layers that need least; both if neither does."""
+        batch = self._smaller_batch(least, self._peaks[least])
+        half = next((name for name in _HALF if self._loop.support[name].available), None)
+        in_half = None if half is None or self._loop.settings.autocast != "fp32" else self._least_in(half, least)
+        found = [each for each in (in_half, batch) if each is not None]
+        if in_half is not None and batch is not None and not (in_half.fits or batch.fits or self._step_s > _SLOW_S):
+            begin = batch.batch_size  # the smallest that runs: of what is too large even so, no more is to be known
+            both = self._smaller_batch(in_half.changes["checkpointed"], in_half.peak_bytes, half, begin)
+            found += [] if both is None else [both]
+        return tuple(found)
 
-    def _smaller_batch(self, least: Layers) -> Alternative | None:
-        """The largest one that fits, among a few that are tried; else the smallest."""
+    def _least_in(self, autocast: AutocastName, least: Layers) -> Alternative | None:
+        """With the lowest peak that is found in another format: by a step in that format, or with what is least in force.
+
+        The latter alone where a prediction takes long, as it does for many layers.
+        """
+        if self._step_s > _SLOW_S:
+            peak = self._peak_of(least, autocast=autocast)
+            return None if peak is None else self._alternative_in(autocast, least, peak)
+        try:
+            base = self._predict(autocast=autocast, checkpointed=())
+        except CancelledError:
+            raise
+        except Exception:  # the user's own code may raise anything in another format
+            return None
+        model = _model_of(base, self._usable)
+        choice = self._choice_of(model)
+        best = self._ordered(model.names[at] for at in choice.least(time_limit_s=_LEAST_S))
+        peaks = {best: self._peak_of(best, autocast=autocast)}
+        if self._besides.promised(model.peak_bytes(least)) < (peaks[best] or math.inf):
+            peaks[least] = self._peak_of(least, autocast=autocast)
+        lowest = min(((peak, names) for names, peak in peaks.items() if peak is not None), default=None)
+        if lowest is None:
+            return None
+        peak, layers = lowest
+        return self._alternative_in(autocast, layers, peak)
+
+    def _alternative_in(self, autocast: AutocastName, layers: Layers, peak: float) -> Alternative:
+        changes = {"autocast": autocast, "checkpointed": layers}
+        return Alternative(label=autocast, changes=changes, batch_size=None, peak_bytes=peak, fits=peak <= self._budget)
+
+    def _smaller_batch(
+        self, layers: Layers, whole_bytes: float, autocast: AutocastName | None = None, begin: int | None = None
+    ) -> Alternative | None:
+        """The largest one that fits, among a few that are tried; else the smallest. The whole one is known not to."""
         size = self._steps.batch_size
         if size is None or size < 2:
             return None
         begun_s = time.perf_counter()
-        peaks: dict[int, float] = {size: self._peaks[least]}
-        trying = size // 2
+        peaks: dict[int, float] = {size: whole_bytes}
+        trying = begin or size // 2
         for _ in range(_BATCHES):
-            peak = self._peak_of(least, batch_size=trying)
+            peak = self._peak_of(layers, batch_size=trying, autocast=autocast)
             if peak is None:
                 break
             peaks[trying] = peak
@@ -452,8 +517,8 @@ class Planner:
             return None
         best = max((each for each in tried if peaks[each] <= self._budget), default=min(tried))
         return Alternative(
-            label=f"batch {best}",
-            changes={"checkpointed": least},
+            label=f"batch {best}" if autocast is None else f"{autocast} + batch {best}",
+            changes={"checkpointed": layers} | ({} if autocast is None else {"autocast": autocast}),
             batch_size=best,
             peak_bytes=peaks[best],
             fits=peaks[best] <= self._budget,
@@ -476,6 +541,14 @@ class Planner:
         else:
             peaks = f"Peaks: {count} real step{'s' * (count > 1)}, measured and taken back, because {because}"
         return f"{peaks}; estimates: by what each storage of the first of them holds, and when; times: {self._times.obtained}."
+
+
+def _known_as(keeps_gradients: bool, settings: Settings, layers: Layers) -> _Known:
+    return keeps_gradients, settings.autocast, settings.fp32_layers, settings.scales_loss, layers
+
+
+def _of_peak(settings: Settings) -> _Known:
+    return _known_as(False, settings, settings.checkpointed)
 
 
 def _model_of(base: PredictedStep, names: Sequence[str]) -> PeakModel:

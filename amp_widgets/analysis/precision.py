@@ -176,7 +176,7 @@ def precision_cost(
     batch
         ``(inputs, targets)``; copies on the model's device are used.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
     formats
         Of ``"fp16"``, ``"bf16"`` and ``"fp32"``. One that the device lacks, or in which the model fails, is skipped.
     reference

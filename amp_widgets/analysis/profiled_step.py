@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from amp_widgets.core.globs import is_glob, parts_match
@@ -63,6 +64,9 @@ class ProfiledStep(StepProfile):
 class LayerProfiles(Sequence[LayerProfile]):
     """The model itself and its layers in a profiled step, in the model's order: a sequence that shows itself as a table.
 
+    Layers that are alike have the same times, the median of theirs: one step measures each of them once, and what else the
+    machine does meanwhile is in it.
+
     Parameters
     ----------
     layers
@@ -89,7 +93,7 @@ class LayerProfiles(Sequence[LayerProfile]):
         """
         if not isinstance(pattern, str):
             raise LayerError(f"layer_profile: got {pattern!r} as layers, expected a name, or a glob such as '**'")
-        kept = [layer for layer in profile.layers if _fits(layer, pattern)]
+        kept = [layer for layer in _with_times_of_their_kind(profile.layers) if _fits(layer, pattern)]
         if not kept:
             names = [layer.name for layer in profile.layers if not layer.whole]
             such_as = f"one of {', '.join(names[:6])}{', …' * (len(names) > 6)}" if names else "a model with layers"
@@ -137,11 +141,32 @@ class LayerProfiles(Sequence[LayerProfile]):
 
 _HEADINGS = marked_all("layer", "type", "dtype", "parameters", "held", "output", "forward", "backward", "saves ≈", "costs ≈")
 _WORDS = (0, 1, 2)
+_TIMES = ("forward_s", "backward_s", "recompute_s")
 _ESTIMATES = (
     "Numbers include the layers inside a layer; (model) is the whole forward pass, without the loss. held: from forward to "
     "backward. saves ≈ and costs ≈ estimate what checkpointing the layer does: held without its output, and its forward pass "
-    "once more; where it is checkpointed, costs is its recompute, measured."
+    "once more; where it is checkpointed, costs is its recompute, measured. Times are of one step; of layers that are alike, the "
+    "median."
 )
+
+
+def _with_times_of_their_kind(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+    """Layers with the same class, sizes, format and calls as each other get the medians of their times."""
+    alike: dict[Hashable, list[LayerProfile]] = {}
+    for layer in layers:
+        alike.setdefault(_kind(layer), []).append(layer)
+    medians = {
+        kind: {name: statistics.median(getattr(layer, name) for layer in same) for name in _TIMES}
+        for kind, same in alike.items()
+    }
+    return [dataclasses.replace(layer, **medians[_kind(layer)]) for layer in layers]
+
+
+def _kind(layer: LayerProfile) -> Hashable:
+    """What layers that do the same have in common; also which of their times are known, so that a median is of numbers."""
+    unknown = [math.isnan(getattr(layer, name)) for name in _TIMES]
+    sizes = layer.parameter_bytes, layer.activation_bytes, layer.output_bytes
+    return (layer.type, *sizes, layer.calls, layer.dtype, layer.checkpointed, layer.whole, *unknown)
 
 
 def _cells(layer: LayerProfile) -> tuple[str, ...]:

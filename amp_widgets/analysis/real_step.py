@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_model import first_dimension, is_batched, memory_order
+from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_interrupt
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
 from amp_widgets.analysis.trial import copy_of_batch, region
@@ -79,6 +80,7 @@ def real_step(
     step = TrainingStep(model, optimizers, loss_fn, settings, device.type, keeps_gradients=keeps_gradients, verb=verb)
     learns = not set(settings.checkpointed) <= set(Checkpointing(model).active)
     with (
+        interrupts_noted(),
         loop.set_aside(),
         switched(model, settings),
         Snapshot(model, optimizers, loss_fn=loss_fn) as snapshot,
@@ -160,6 +162,7 @@ def _meter(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], limit_
 
 def _run(step: TrainingStep, inputs: Any, targets: Any, meter: MemoryMeter) -> tuple[StepProfile | None, CompleteStep | None]:
     try:
+        raise_lost_interrupt()
         meter.begin()
         step.run(inputs, targets)
         meter.end()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.trial import check_loss, region
+from amp_widgets.core.model_call import call_model
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RunError
 
@@ -25,7 +26,7 @@ class TrainingStep:
     model, optimizers
         Whose.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
     settings
         What of them concerns autocast and loss scale is in force; the checkpointed layers are as they are.
     device_type
@@ -103,7 +104,7 @@ class TrainingStep:
         for optimizer in () if self._keeps_gradients else self._optimizers:
             optimizer.zero_grad()
         with region(self._settings.autocast, self._device_type):
-            loss = check_loss(self._loss_fn(self._model(inputs), targets))
+            loss = check_loss(self._loss_fn(call_model(self._model, inputs), targets))
         self._scaler.scale(loss).backward()
         return loss
 

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_interrupt
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.core.autocast import autocast_context
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import inner_model
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.compiled import is_compiled
+from amp_widgets.core.model_call import call_model
 from amp_widgets.core.models import Together
 from amp_widgets.core.settings import AutocastName
 from amp_widgets.errors import RunError, SessionClosedError
@@ -75,7 +77,8 @@ class Trial:
         self._checkpointing.apply(names)
 
     def begin(self) -> None:
-        """Put everything back to where the trial began, but with no gradients."""
+        """Put everything back to where the trial began, but with no gradients; where an interrupt got lost, raise it."""
+        raise_lost_interrupt()
         self._snapshot.restore()
         self._snapshot.clear_gradients()
 
@@ -136,7 +139,7 @@ class Trial:
         loss_fn = self.loss_fn if loss_fn is None else loss_fn
         with region(autocast, self._device.type):
             inputs, targets = copy_of_batch(self._batch, self._device, dtype)
-            return loss_fn(model(inputs), targets)
+            return loss_fn(call_model(model, inputs), targets)
 
 
 @contextlib.contextmanager
@@ -150,7 +153,7 @@ def trial(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, backw
     batch
         ``(inputs, targets)``; copies on the model's device are used.
     loss_fn
-        ``loss_fn(model(inputs), targets)``.
+        ``loss_fn(model(inputs), targets)``; several inputs are given as `amp_widgets.core.model_call.call_model` says.
     verb
         What is being done, for messages.
     backward
@@ -167,7 +170,7 @@ def trial(loop: LiveLoop, batch: Any, loss_fn: LossFunction, *, verb: str, backw
     check_not_compiled(loop, loss_fn, verb, "cannot be followed layer by layer, nor does it draw the same random numbers")
     if backward:
         check_hooks(model, verb)
-    with loop.set_aside(), Snapshot(model, loop.optimizers, loss_fn=loss_fn) as snapshot:
+    with interrupts_noted(), loop.set_aside(), Snapshot(model, loop.optimizers, loss_fn=loss_fn) as snapshot:
         made = Trial(loop, model, pair, loss_fn, snapshot)
         active = made.checkpointed
         kinds = [type(module) for module in model.modules()]  # held: that of a checkpointed layer is else made anew

@@ -70,6 +70,8 @@ class RowLike(Protocol):
     @property
     def step_s_high(self) -> float: ...
     @property
+    def few_steps(self) -> bool: ...
+    @property
     def peak_ratio(self) -> float: ...
     @property
     def time_ratio(self) -> float: ...
@@ -133,6 +135,9 @@ def comparison_sentence(rows: Sequence[RowLike]) -> str:
     fastest = min(drawn, key=lambda row: row.step_s, default=None)
     if least is None or fastest is None or len(drawn) < 2:
         return say("Peak memory and step time")
+    others = [row for row in drawn if row is not fastest]
+    if fastest.few_steps or any(row.few_steps or row.step_s_low <= fastest.step_s_high for row in others):
+        return say("Least memory: {least}; no step clearly the shortest", least=_short(least) + _ratio(least.peak_ratio))
     return say(
         "Least memory: {least}; shortest step: {fastest}",
         least=_short(least) + _ratio(least.peak_ratio),

@@ -1,6 +1,6 @@
 // The page's side of FigureView (figure_view.py): draws what `figure` describes, in the page's theme and as wide as its place.
 
-const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "" };
+const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "", locale: PLOTLY_LOCALE };
 const LEGEND_PX = 24; // of one line: so much room for it every figure has
 const UPLOAD = "sendChartToCloud"; // would send all data of the figure to Plotly's server
 
@@ -158,6 +158,8 @@ function placedNotes(plot, described) {
   };
   const hasArrow = (note) => note.showarrow && note.text?.trim() && note.axref === "pixel";
   const taken = annotations.map((note, i) => !hasArrow(note) && note.text?.trim() && note.text !== "<b>✕</b>" && boxOf(i)).filter(Boolean);
+  const tips = annotations.map((note, i) => hasArrow(note) && described[i] && [xaxis.l2p(note.x), yaxis.l2p(note.y)]);
+  const arrows = []; // from a tip to its note, as points
   const moved = {};
   annotations.forEach((note, i) => {
     if (!hasArrow(note) || !described[i]) return;
@@ -166,7 +168,7 @@ function placedNotes(plot, described) {
     const { width, height } = box;
     const first = described[i];
     const sides = first.xanchor === "right" ? ["right", "left"] : ["left", "right"];
-    const tries = [first.ay, -first.ay, -40, 40, -70, 70, -100, 100].flatMap((ay) => sides.map((side) => ({ side, ay })));
+    const tries = [first.ay, -first.ay, -40, 40, -70, 70, -100, 100, -140, 140].flatMap((ay) => sides.map((side) => ({ side, ay })));
     const boxes = tries.map(({ side, ay }) => {
       const ax = side === "right" ? -Math.abs(first.ax) : Math.abs(first.ax);
       const left = clamp(x + ax - (side === "right" ? width : 0), 0, size.w - width);
@@ -175,11 +177,17 @@ function placedNotes(plot, described) {
     const cost = (one) => {
       const [x0, y0] = one.wanted;
       const shifted = Math.abs(one.left - (one.side === "right" ? x0 - width : x0)) + Math.abs(one.top + height / 2 - y0);
-      const hides = x >= one.left - 2 && x <= one.left + width + 2 && y >= one.top - 2 && y <= one.top + height + 2;
-      return taken.reduce((sum, other) => sum + overlap(one, other), 0) * 10 + (hides ? 5000 : 0) + shifted;
+      const hides = tips.filter((tip) => tip && distance(one, tip) < 2).length;
+      const arrow = arrowTo(one, [x, y]);
+      const crosses = arrow.filter((point) => taken.some((other) => distance(other, point) < 2)).length;
+      const covers = arrows.flat().filter((point) => distance(one, point) < 2).length;
+      const short = Math.max(0, LEAST_ARROW_PX - distance(one, [x, y])); // its head alone is hardly seen
+      const on = taken.reduce((sum, other) => sum + overlap(grown(one), other), 0);
+      return on * 10 + 5000 * hides + 300 * (crosses + covers) + 50 * short + shifted;
     };
     const best = boxes.reduce((kept, one) => (cost(one) < cost(kept) ? one : kept));
     taken.push(best);
+    arrows.push(arrowTo(best, [x, y]));
     const ax = best.left + (best.side === "right" ? width : 0) - x;
     const ay = best.top + height / 2 - y;
     const put = { ax, ay, xanchor: best.side, align: best.side };
@@ -189,6 +197,25 @@ function placedNotes(plot, described) {
     }
   });
   return moved;
+}
+
+const LEAST_ARROW_PX = 14;
+const GAP_PX = 6;
+
+/** The box with the room around it that keeps it apart from another. */
+function grown({ left, top, width, height }) {
+  return { left: left - GAP_PX, top: top - GAP_PX, width: width + 2 * GAP_PX, height: height + 2 * GAP_PX };
+}
+
+/** How far a point is from a box. */
+function distance({ left, top, width, height }, [x, y]) {
+  return Math.hypot(Math.max(left - x, 0, x - left - width), Math.max(top - y, 0, y - top - height));
+}
+
+/** Points of the arrow from a note, whose side it leaves as Plotly has it, to its tip. */
+function arrowTo(box, [x, y]) {
+  const [fromX, fromY] = [box.left + (box.side === "right" ? box.width : 0), box.top + box.height / 2];
+  return Array.from({ length: 20 }, (_, i) => [x + ((fromX - x) * i) / 20, y + ((fromY - y) * i) / 20]);
 }
 
 function clamp(value, least, most) {

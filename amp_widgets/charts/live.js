@@ -7,7 +7,7 @@ const UNSEEN_ANSWER_MS = 1000;
 const ZOOM_REST_MS = 150;
 const NARROWEST_GAP_PX = 1.5;
 const MARK_PX = 6;
-const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "" };
+const CONFIG = { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "", locale: PLOTLY_LOCALE };
 
 export default () => {
   let run;

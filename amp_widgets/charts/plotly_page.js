@@ -13,7 +13,30 @@ async function loadedPlotly(model) {
     loaded.set(version, loading);
     loading.catch(() => loaded.delete(version));
   }
-  return loaded.get(version);
+  return withWords(await loaded.get(version));
+}
+
+// What Plotly itself says: its buttons, and what is at the pointer on a legend. In its own English the texts are the keys.
+const PLOTLY_WORDS = {
+  "Autoscale": say("Autoscale"),
+  "Box Select": say("Box Select"),
+  "Double-click on legend to isolate one trace": say("Double-click on legend to isolate one trace"),
+  "Double-click to zoom back out": say("Double-click to zoom back out"),
+  "Download plot": say("Download plot"),
+  "Download plot as a PNG": say("Download plot as a PNG"),
+  "Lasso Select": say("Lasso Select"),
+  "Pan": say("Pan"),
+  "Reset axes": say("Reset axes"),
+  "Zoom": say("Zoom"),
+  "Zoom in": say("Zoom in"),
+  "Zoom out": say("Zoom out"),
+};
+// Another name with other words: the plotly.js of a page is shared by the kernels, and a plot with another locale is drawn anew.
+const PLOTLY_LOCALE = `ampw ${say("Zoom in")}`;
+
+function withWords(plotly) {
+  plotly.register({ moduleType: "locale", name: PLOTLY_LOCALE, dictionary: PLOTLY_WORDS });
+  return plotly;
 }
 
 async function evaluated(gzipped) {

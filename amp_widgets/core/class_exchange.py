@@ -172,6 +172,11 @@ class _Inner:
         self._module = module
         self._call = call
 
+    @property
+    def __self__(self) -> nn.Module:
+        """Whose call it is, as a bound method has it."""
+        return self._module
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, self._call, args, kwargs)
 

@@ -12,7 +12,7 @@ import torch
 
 from amp_widgets.core.autocast import Support
 from amp_widgets.core.layer_switch import LayerSwitch
-from amp_widgets.core.settings import AutocastName, Settings, format_scale
+from amp_widgets.core.settings import AutocastName, Planned, Settings, check_made_for, format_scale
 from amp_widgets.errors import SettingsError
 
 
@@ -142,7 +142,7 @@ class RequestQueue:
     def _validated(self, changes: Mapping[str, Any], in_force: Settings, before: Iterable[Request]) -> dict[str, Any]:
         if not changes:
             raise SettingsError("request: got no change, expected settings by name, such as autocast='fp16'")
-        changes = dict(changes)
+        changes, planned = dict(changes), changes.get("checkpointed")
         prospective = in_force
         for request in before:
             with contextlib.suppress(SettingsError):  # two that do not go together: the later one is rejected in its turn
@@ -151,6 +151,8 @@ class RequestQueue:
             if name in changes:
                 changes[name] = switch.resolve(getattr(prospective.replace(**{name: changes[name]}), name))
         settings = prospective.replace(**changes)
+        if isinstance(planned, Planned):
+            check_made_for(planned, settings)
         if "init_scale" in changes:
             _check_bounds(settings)
         support = self._support[settings.autocast]

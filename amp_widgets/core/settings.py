@@ -52,7 +52,7 @@ class Settings:
     checkpointed
         Names of the checkpointed layers, in the model's order. In a request, globs too: ``*`` stands for one part of a
         dotted name, ``**`` for any number of parts. A `Planned`, such as a plan for a memory budget, stands for its layers;
-        one that does not fit its budget is refused.
+        one that does not fit its budget is refused, and in a request one for another format, too.
     fp32_layers
         Names of the layers that are kept in FP32 while autocast is on, in the model's order. In a request, globs too.
 
@@ -231,6 +231,30 @@ def _positive_int(name: str, value: object) -> int:
     if not number.is_integer() or not 1 <= number <= 2**31 - 1:
         raise SettingsError(f"{name}: got {value!r}, expected a whole number of steps from 1 to 2147483647")
     return int(number)
+
+
+def check_made_for(planned: Planned, settings: Settings) -> None:
+    """Check that a plan was made for what will be in force with it: a step holds more, or less, in another format.
+
+    Raises
+    ------
+    SettingsError
+        When it says that it was made for something else.
+    """
+    autocast = getattr(planned, "autocast", settings.autocast)
+    kept = tuple(getattr(planned, "fp32_layers", settings.fp32_layers))
+    if autocast != settings.autocast:
+        raise SettingsError(
+            f"checkpointed: got a plan for {autocast}, expected one for {settings.autocast}, which will be in force. Plan again "
+            f"in {settings.autocast}, or request autocast={autocast!r} with it; to checkpoint its layers all the same, request "
+            "checkpointed=plan.layers"
+        )
+    if autocast != "fp32" and set(kept) != set(settings.fp32_layers):
+        raise SettingsError(
+            "checkpointed: got a plan made with other layers kept in FP32, expected one made with those that will be so with it. "
+            "Plan again, or request fp32_layers=plan.fp32_layers with it; to checkpoint its layers all the same, request "
+            "checkpointed=plan.layers"
+        )
 
 
 def _planned_layers(planned: Planned) -> Iterable[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Rows = dict[str, npt.NDArray[Any]]
 FASTER_BY = 1.1
-"""A format counts as faster where a step with the other takes so many times as long."""
+"""A format counts as faster where a step with the other takes so many times as long, in every round."""
 WARM_UP_STEPS = 2
 """After a change, so many steps are not timed."""
 
@@ -173,17 +173,20 @@ def halves(session: AmpSession, scenario: Scenario) -> Measured:
 
 
 def fastest(session: AmpSession, scenario: Scenario) -> Measured:
-    """The format with the shortest median step; or that there is no clear one. The formats take turns, a few steps each."""
+    """The format whose median step is shortest in every round, clearly; or that there is none. The formats take turns, a few
+    steps each: what else the machine does meanwhile slows whole rounds, or some steps of one."""
     rows = _rows(session, scenario, "step_s")
-    edges = [0, *scenario.changes, scenario.steps]
-    formats = ["fp32", *(str(changes["autocast"]) for changes in scenario.changes.values())]
-    times_s: dict[str, list[float]] = {}
+    edges = [0, *sorted(scenario.changes), scenario.steps]
+    formats = ["fp32", *(str(scenario.changes[step]["autocast"]) for step in sorted(scenario.changes))]
+    rounds_s: dict[str, list[float]] = {}
     for name, begin, end in zip(formats, edges[:-1], edges[1:], strict=True):
-        times_s.setdefault(name, []).extend(rows["step_s"][begin + WARM_UP_STEPS : end])
-    medians_s = {name: float(np.median(times)) for name, times in times_s.items()}
-    first, second, *_ = sorted(medians_s, key=lambda name: medians_s[name])
-    clear = medians_s[second] >= FASTER_BY * medians_s[first]
-    facts = {f"{name}_time": seconds_text(median_s) for name, median_s in medians_s.items()}
+        rounds_s.setdefault(name, []).append(float(np.median(rows["step_s"][begin + WARM_UP_STEPS : end])))
+    first = min(rounds_s, key=lambda name: float(np.median(rounds_s[name])))
+    others = [medians_s for name, medians_s in rounds_s.items() if name != first]
+    clear = all(
+        other >= FASTER_BY * own for medians_s in others for own, other in zip(rounds_s[first], medians_s, strict=True)
+    )
+    facts = {f"{name}_times": ", ".join(map(seconds_text, medians_s)) for name, medians_s in rounds_s.items()}
     return Measured(value=first if clear else "none", facts=facts | {"device": session.dashboard_state().device})
 
 

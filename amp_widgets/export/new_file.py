@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from amp_widgets.errors import ExportError
+from amp_widgets.recording.system_error import why_not
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, overwrite: bool, what: str) -> Path:
@@ -52,8 +53,8 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     except FileExistsError:
         raise ExportError(_exists(target, what)) from None
     except OSError as error:
-        said = error.strerror or str(error)
-        raise ExportError(f"{what}: {target}: {said}; choose a folder that exists, can be written to and has room") from error
+        reason = why_not(error)
+        raise ExportError(f"{what}: {target}: {reason}; choose a folder that exists, can be written to and has room") from error
     finally:
         if made is not None:
             with contextlib.suppress(OSError):

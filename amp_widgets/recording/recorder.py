@@ -23,6 +23,7 @@ from amp_widgets.recording.follower import RETRY_S, Followed, Follower, LayerRow
 from amp_widgets.recording.gradient_rows import GradientAllowance
 from amp_widgets.recording.run_path import run_path
 from amp_widgets.recording.step_profiles import profile_to_json
+from amp_widgets.recording.system_error import why_not
 from amp_widgets.recording.writer import this_process
 
 EVERY_S = 0.25
@@ -71,7 +72,8 @@ class Recorder(Follower):
             self._hand_on(source)
         except sqlite3.Error as error:
             self._connection.close()
-            raise RecordingError(f"record: {self.path}: {error}; choose another place") from error
+            reason = why_not(error)
+            raise RecordingError(f"record: {self.path}: {reason}; choose another place") from error
         self._history.on_event = _weakly(self._event_arrived)
         self._follow()
 
@@ -103,10 +105,11 @@ class Recorder(Follower):
             self._connection.execute("ROLLBACK")
         if not isinstance(error, sqlite3.Error):
             return None
+        reason = why_not(error)
         if self._closing:
-            return f"The end of the run was not recorded to {self.path.name}: {error}."
+            return f"The end of the run was not recorded to {self.path.name}: {reason}."
         return (
-            f"Not recorded at present: {self.path.name}: {error}. Training goes on; it is tried again every {RETRY_S:g} s, and "
+            f"Not recorded at present: {self.path.name}: {reason}. Training goes on; it is tried again every {RETRY_S:g} s, and "
             "nothing is lost as long as this kernel lives."
         )
 
@@ -189,7 +192,8 @@ def _make(path: Path, columns: Sequence[str]) -> tuple[sqlite3.Connection, tuple
             f"record: {path} exists already, expected the name of a new file; choose another one, or remove it first"
         ) from None
     except OSError as error:
-        raise RecordingError(f"record: {path}: {error.strerror}; choose a folder that exists and can be written to") from error
+        reason = why_not(error)
+        raise RecordingError(f"record: {path}: {reason}; choose a folder that exists and can be written to") from error
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
     try:
         schema.create(connection, columns)
@@ -197,7 +201,8 @@ def _make(path: Path, columns: Sequence[str]) -> tuple[sqlite3.Connection, tuple
         connection.close()
         for made in (path, *(path.with_name(path.name + companion) for companion in ("-wal", "-shm"))):
             made.unlink(missing_ok=True)
-        raise RecordingError(f"record: {path}: {error}; choose another place") from error
+        reason = why_not(error)
+        raise RecordingError(f"record: {path}: {reason}; choose another place") from error
     return connection, _identity_of(path)
 
 

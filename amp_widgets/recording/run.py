@@ -33,6 +33,7 @@ from amp_widgets.recording.recorded_gradients import RecordedGradients
 from amp_widgets.recording.run_path import run_path
 from amp_widgets.recording.settings_course import WrittenSettings, settings_in_force
 from amp_widgets.recording.step_profiles import profile_from_json
+from amp_widgets.recording.system_error import why_not
 from amp_widgets.recording.writer import WriterState, state_of
 
 
@@ -244,7 +245,8 @@ class Run:
                 with _transaction(connection):
                     yield connection
             except sqlite3.Error as error:
-                raise RecordingError(f"{self.path}: {error}; expected a run file, and this one is damaged") from error
+                reason = why_not(error)
+                raise RecordingError(f"{self.path}: {reason}; expected a run file, and this one is damaged") from error
 
 
 def wal_of(path: Path) -> Path:
@@ -262,7 +264,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         status = path.stat()
     except OSError as error:
-        raise RecordingError(f"open_run: {path}: {error.strerror}; expected a file that a session has recorded") from error
+        reason = why_not(error)
+        raise RecordingError(f"open_run: {path}: {reason}; expected a file that a session has recorded") from error
     if not stat.S_ISREG(status.st_mode):
         raise RecordingError(f"open_run: {path} is no file, expected one that a session has recorded")
     connection = _try_modes(path)
@@ -284,7 +287,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         _check_tables(connection, path, version)
     except sqlite3.Error as error:
         connection.close()
-        raise RecordingError(f"open_run: {path}: {error}; expected a file that a session has recorded") from error
+        reason = why_not(error)
+        raise RecordingError(f"open_run: {path}: {reason}; expected a file that a session has recorded") from error
     except BaseException:
         connection.close()
         raise
@@ -309,7 +313,9 @@ def _try_modes(path: Path) -> sqlite3.Connection:
             if connection is not None:
                 connection.close()
             failed = failed or error
-    raise RecordingError(f"open_run: {path}: {failed}; expected a file that a session has recorded") from failed
+    assert failed is not None
+    reason = why_not(failed)
+    raise RecordingError(f"open_run: {path}: {reason}; expected a file that a session has recorded") from failed
 
 
 _PATIENCE_S = 2.0

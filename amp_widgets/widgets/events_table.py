@@ -93,12 +93,22 @@ _REASONS = (
     marked("started"), marked("paused"), marked("resumed"), marked("stopped"), marked("finished"), marked("reset"),
     marked("failed"), marked("ready"), marked("running"), marked("closed"),
 )  # fmt: skip
+# Who asked, of those that are ours; another name is that of whoever gave it.
+_SOURCES = {
+    "script": marked("script"),
+    "schedule": marked("schedule"),
+    "magic": marked("magic"),
+    "widget": marked("dashboard"),
+    "fork": marked("fork"),
+    "scaler": marked("scaler"),
+    "user": marked("user"),
+}
 _BAD = ("rejected", "skipped", "out_of_memory")
 
 
 def _row(event: Event) -> list[Any]:
     source = event.detail.get("source", "")
-    who = shortened(source, 40) if isinstance(source, str) else ""
+    who = "" if not isinstance(source, str) else say(_SOURCES[source]) if source in _SOURCES else shortened(source, 40)
     tone = "bad" if event.kind in _BAD else ""
     what = say(_WORDS[event.kind]) if event.kind in _WORDS else shortened(event.kind, 40)
     return [event.step, what, shortened(reason_in_language(event), REASON_CHARACTERS), who, tone]

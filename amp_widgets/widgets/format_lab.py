@@ -111,9 +111,9 @@ class FormatLab(Control):
 
     def speak(self) -> None:
         """Have all texts in the language that is in force now."""
-        super().speak()
         self._put({"presets": [[name, preset_text(name)] for name in PRESETS]})
         self.show(self._state)
+        super().speak()  # the page's script last: it is drawn anew with it, and reads the others once
 
     @property
     def state(self) -> FormatLabState:

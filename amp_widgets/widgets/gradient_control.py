@@ -22,7 +22,7 @@ EXPLAINED = marked(
     "of the gradients of the sampled step, by counting: nothing is run. What is zero already cannot be counted this way."
 )
 EXAMPLE = marked(
-    "In the underflow demo (%amp demo underflow): press Start. At 2^16 none becomes zero. Move the slider to 2^0: nearly 9 of 10 "
+    "In the underflow demo (%amp demo underflow): press Start. At 2^16 none becomes zero. Move the slider to 2^0: most "
     "would. Switch loss scaling off: in the next sample they are zero, and the loss stands still; switch it on again, and it "
     "falls. In the digits demo, in fp16, most gradients lose bits at 2^0 and few become zero; in the text demo some 7 % do."
 )

@@ -27,9 +27,10 @@ export default {
     const noBatch = h("span", { class: "ampw-dim", id: noBatchId, hidden: true });
     const whyNot = h("p", { class: "ampw-sentence ampw-stale", role: "status", hidden: true });
     const sentence = h("p", { class: "ampw-difference ampw-plan-sentence", role: "status", hidden: true });
-    const stale = h("p", { class: "ampw-sentence ampw-stale", hidden: true });
+    const staleId = uid();
+    const stale = h("p", { class: "ampw-sentence ampw-stale", id: staleId, hidden: true });
     const layers = h("ul", { class: "ampw-plan-layers", "aria-label": say("Layers of the plan"), tabindex: "0" });
-    const use = h("button", { type: "button", class: "ampw-plan-use", onclick: () => asked.ask({ use: true }, { use: "requested" }) });
+    const use = h("button", { type: "button", class: "ampw-plan-use", "aria-describedby": staleId, onclick: () => asked.ask({ use: true }, { use: "requested" }) });
     const measured = h("span", { class: "ampw-plan-measured", role: "status" });
     const using = h("div", { class: "ampw-choices", hidden: true }, use, measured);
     const others = h("ul", { class: "ampw-plan-others" });
@@ -127,7 +128,7 @@ export default {
       const state = asked.value("use", model.get("use"));
       const what = model.get("fits") ? (names.length ? say("Use this plan") : say("Use this plan: no layer")) : say("Use these layers");
       setText(use, state === "" ? what : state === "in force" ? say("In force") : say("Requested"));
-      setOff(use, locked || state !== "");
+      setOff(use, locked || state !== "" || model.get("stale") !== "");
       setText(measured, model.get("measured"));
       fillOthers();
       model.get("alternatives").forEach(({ text, label, use: its }, position) => {

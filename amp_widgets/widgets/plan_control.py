@@ -34,6 +34,8 @@ EXAMPLE = marked(
     "holds 124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside"
     " each other. Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
 )
+LEAST_BARE = 1000
+"""Bytes: of a number below it that is typed without a unit, that is taken to be forgotten."""
 SUGGESTED = 0.6
 """Of the highest peak so far: the budget that is filled in where nobody has said one."""
 
@@ -78,7 +80,7 @@ class PlanControl(Control):
     layers: traitlets.List[Any] = traitlets.List().tag(sync=True)
     use = traitlets.Unicode(help="Whether its layers are requested or in force.").tag(sync=True)
     measured = traitlets.Unicode(help="What came true of it.").tag(sync=True)
-    stale = traitlets.Unicode(help="What has changed since.").tag(sync=True)
+    stale = traitlets.Unicode(help="What has changed since, so that it cannot be used.").tag(sync=True)
     alternatives: traitlets.List[Any] = traitlets.List(help="Of each what `_alternative` says.").tag(sync=True)
     rows: traitlets.List[Any] = traitlets.List(help="Of the sets on the curve; the first are the headings.").tag(sync=True)
     obtained = traitlets.Unicode().tag(sync=True)
@@ -125,8 +127,13 @@ class PlanControl(Control):
     @property
     def points(self) -> tuple[MeasuredPoint, ...]:
         """What was measured of the sets on the curve of the plan."""
-        kept = () if self._dashboard is None else self._dashboard.settings.fp32_layers
-        return () if self._plan is None else measured_points(self._plan, self._state.measured, kept)
+        plan, dashboard = self._plan, self._dashboard
+        if plan is None:
+            return ()
+        kept = plan.fp32_layers
+        if plan.autocast == "fp32" and dashboard is not None:  # it makes no difference then
+            kept = dashboard.settings.fp32_layers
+        return measured_points(plan, self._state.measured, kept)
 
     def close(self) -> None:
         """Close it, and forget whom it asks and what it showed."""
@@ -154,7 +161,7 @@ class PlanControl(Control):
                 if self.pending:
                     self._command("cancel_inspection", kind="plan")
             case {"use": True}:
-                if self._plan is not None and self.use == "":
+                if self._plan is not None and self.use == "" and not self.stale:
                     self._request(checkpointed=self._plan.layers)
             case {"alternative": int(position)}:
                 offered = () if self._plan is None else self._plan.alternatives
@@ -192,17 +199,13 @@ class PlanControl(Control):
         if plan is None or dashboard is None:
             return {"use": "", "measured": "", "stale": "", "alternatives": []}
         settings, waiting = dashboard.settings, dashboard.waiting
-        names = {name: value for name, value in waiting.items() if name in ("autocast", "checkpointed")}
+        names = {name: value for name, value in waiting.items() if name in ("autocast", "checkpointed", "fp32_layers")}
         wanted = settings.replace(**names) if names else settings
-        stale = ""
-        if settings.autocast != plan.autocast:
-            stale = say(
-                "This was planned for {autocast}, and {autocast2} is in force now: propose a plan again",
-                autocast=plan.autocast,
-                autocast2=settings.autocast,
-            )
-        points = self.points
-        use = _use({"checkpointed": plan.layers}, settings, wanted)
+        stale, points = _stale_text(plan, settings, wanted), self.points
+        made_for: dict[str, Any] = {"autocast": plan.autocast}
+        if plan.autocast != "fp32":
+            made_for["fp32_layers"] = plan.fp32_layers
+        use = _use({"checkpointed": plan.layers, **made_for}, settings, wanted)
         measured = came_true_text(
             points,
             plan.layers,
@@ -288,10 +291,13 @@ def _size(text: str) -> float:
     SettingsError
         When it is none.
     """
+    found = None
     with contextlib.suppress(SettingsError):
         found = typed_size(text)
-        if found is not None and math.isfinite(found) and found > 0:
-            return found
+    if found is not None and math.isfinite(found) and found > 0:
+        if found < LEAST_BARE and not text.strip()[-1].isalpha():
+            raise SettingsError(f"got {text!r} without a unit, expected one with so small a number, such as {text.strip()} GB")
+        return found
     raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
 
 
@@ -304,6 +310,18 @@ def _range(plan: Plan) -> list[Any]:
 
 def _budget_traits(budget_bytes: float) -> dict[str, Any]:
     return {"budget_bytes": float(budget_bytes), "budget_text": memory_text(budget_bytes), "budget_error": ""}
+
+
+def _stale_text(plan: Plan, settings: Settings, wanted: Settings) -> str:
+    """Why a plan is none for what will be in force; nothing where it is one."""
+    if wanted.autocast != plan.autocast:
+        values = {"autocast": plan.autocast, "autocast2": wanted.autocast}
+        if settings.autocast == wanted.autocast:
+            return say("This was planned for {autocast}, and {autocast2} is in force now: propose a plan again", **values)
+        return say("This was planned for {autocast}, and {autocast2} was asked for: propose a plan again then", **values)
+    if plan.autocast != "fp32" and not _same(tuple(wanted.fp32_layers), plan.fp32_layers):
+        return say("This was planned with other layers kept in FP32: propose a plan again")
+    return ""
 
 
 def _use(changes: Mapping[str, Any], settings: Settings, wanted: Settings) -> str:

@@ -162,7 +162,7 @@ class BatchSizesControl(TableControl):
     ) -> None:
         self._budget = budget
         super().__init__(command, state)
-        self._put({"title": say("Largest batch"), "name": "batches", "words": [0, 5], "notes_title": say("Left out")})
+        self._put({"title": say("Largest batch"), "name": "batches", "words": [0, 5], "notes_title": say("Notes")})
         self.show_budget()
 
     def show_budget(self) -> None:

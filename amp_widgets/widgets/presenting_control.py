@@ -37,8 +37,8 @@ class Presenting:
 def present(*, type_size: TypeSize | None = None, theme: ShownTheme | None = None) -> Presenting:
     """Make dashboards, labs and questions larger, or give them another theme: those on the page, and later ones of this kernel.
 
-    It holds for the page of the notebook from when a dashboard is on it; beside a format lab or a question alone, display a
-    :class:`PresentingControl`, as ``%amp present`` does.
+    It holds for the whole page of the notebook. Where no dashboard has a menu for it, as beside a format lab or a question alone,
+    the choices are shown below the cell, as ``%amp present`` shows them.
 
     Parameters
     ----------
@@ -58,6 +58,14 @@ def present(*, type_size: TypeSize | None = None, theme: ShownTheme | None = Non
     SettingsError
         When there is no such size or theme; nothing is changed then.
     """
+    _set(type_size, theme)
+    has_menu = any(control is not _shown_alone() for control in _controls)
+    if (type_size, theme) != (None, None) and kernel.in_kernel() and not has_menu:
+        _show_alone()
+    return _presenting
+
+
+def _set(type_size: TypeSize | None, theme: ShownTheme | None) -> None:
     global _presenting
     for name, value, known in (("type_size", type_size, get_args(TypeSize)), ("theme", theme, get_args(ShownTheme))):
         if value is not None and value not in known:
@@ -66,7 +74,6 @@ def present(*, type_size: TypeSize | None = None, theme: ShownTheme | None = Non
     _presenting = dataclasses.replace(_presenting, **{name: value for name, value in wanted.items() if value is not None})
     for control in tuple(_controls):
         control.follow(_presenting)
-    return _presenting
 
 
 class PresentingControl(Control):
@@ -123,8 +130,6 @@ def present_in_cell(words: list[str]) -> None:
     SettingsError
         When one of them is neither.
     """
-    from IPython.core.display_functions import display
-
     wanted: dict[str, Any] = {}
     for word in words:
         name = "type_size" if word in get_args(TypeSize) else "theme" if word in get_args(ShownTheme) else None
@@ -132,15 +137,36 @@ def present_in_cell(words: list[str]) -> None:
             sizes, themes = ", ".join(get_args(TypeSize)), ", ".join(get_args(ShownTheme))
             raise SettingsError(f"%amp present: got {' '.join(words)!r}, expected a size ({sizes}), a theme ({themes}), or both")
         wanted[name] = word
-    present(**wanted)
+    _set(wanted.get("type_size"), wanted.get("theme"))
+    _show()
+
+
+def _show() -> PresentingControl:
+    """Show the choices below the cell: the page does what a control says that is on it."""
+    from IPython.core.display_functions import display
+
     control = PresentingControl(opened=True)
     for widget in (control, control.layout):
         kernel.answer_where_asked(getattr(widget, "comm", None))
     display(control)
+    return control
+
+
+def _show_alone() -> None:
+    """Show them for `present`, and take away those of its call before: the cell may be the same one, whose output is gone."""
+    global _alone
+    before = _shown_alone()
+    if before is not None:
+        before.close()
+    _alone = weakref.ref(_show())
+
+
+def _shown_alone() -> PresentingControl | None:
+    return None if _alone is None else _alone()
 
 
 def _ask_for(**wanted: Any) -> None:
-    present(**wanted)
+    _set(wanted.get("type_size"), wanted.get("theme"))
 
 
 def _traits(presenting: Presenting) -> dict[str, Any]:
@@ -149,3 +175,4 @@ def _traits(presenting: Presenting) -> dict[str, Any]:
 
 _presenting = Presenting()
 _controls: weakref.WeakSet[PresentingControl] = weakref.WeakSet()
+_alone: weakref.ref[PresentingControl] | None = None

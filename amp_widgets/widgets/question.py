@@ -17,7 +17,7 @@ from amp_widgets.language import follow_language, in_language, say
 from amp_widgets.widgets import question_text as says
 from amp_widgets.widgets.control import Control, page_script
 from amp_widgets.widgets.covered import cover
-from amp_widgets.widgets.question_text import Possible, Value, read_guess, read_measured, value_text, verdict
+from amp_widgets.widgets.question_text import Possible, Value, read_guess, read_measured, rule_text, value_text, verdict
 from amp_widgets.widgets.spoken import Text, spoken
 from amp_widgets.widgets.state import DashboardState
 
@@ -98,11 +98,12 @@ class Question(Control):
     choices
         What to choose from, each as the `text`; without them a number is asked for.
     within
-        How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+        How far off a number may be, in the unit, and still be right; the question says it. By default 5 % of what was
+        measured, where the unit is ``"%"`` half a percentage point at least; and nothing where it is `whole`.
     between
         The least and the most that a number can be; a guess outside is refused. `math.inf` where there is no end.
     whole
-        Only whole numbers are possible.
+        Only whole numbers are possible: it is counted.
 
     Raises
     ------
@@ -122,6 +123,7 @@ class Question(Control):
     choices: traitlets.List[Any] = traitlets.List().tag(sync=True)
     typed = traitlets.Unicode(help="The guess as it was typed or chosen.").tag(sync=True)
     note = traitlets.Unicode(help="What the guess is.").tag(sync=True)
+    rule = traitlets.Unicode(help="How far off a number may be.").tag(sync=True)
     problem = traitlets.Unicode(help="What is wrong with what was typed.").tag(sync=True)
     settled = traitlets.Bool(False, help="The answer is shown.").tag(sync=True)
 
@@ -143,7 +145,7 @@ class Question(Control):
         if not between[0] < between[1]:
             raise QuestionError(f"between: got {between!r}, expected the least that is possible and then the most")
         super().__init__(_nobody)
-        self._within = within
+        self._within = 0.0 if whole and within is None else within
         self._offered = [] if choices is None else list(choices)
         self._asks, self._unit = text, unit
         self._refused = ""
@@ -152,7 +154,7 @@ class Question(Control):
         self._measured: tuple[Value, Text, Text] | None = None
         self._answer = Answer()
         self._listeners: list[Callable[[], None]] = []
-        self._put({"text": self._spoken(text), "unit": self._spoken(unit), "choices": chosen, "note": say(says.NO_GUESS)})
+        self._put({**self._asked(), "note": say(says.NO_GUESS)})
         follow_language(self.speak)
 
     @property
@@ -242,10 +244,20 @@ class Question(Control):
             measured, why, more = self._measured
             self._answer.put(self._guess, measured, self.unit, self._within, self._spoken(why), self._spoken(more))
 
+    def _asked(self) -> dict[str, Any]:
+        """What is asked, in the language in force."""
+        unit, choices = self._spoken(self._unit), [self._spoken(choice) for choice in self._offered]
+        rule = "" if choices else rule_text(unit, self._within)
+        return {"text": self._spoken(self._asks), "unit": unit, "choices": choices, "rule": rule}
+
     def speak(self) -> None:
         """Say it, and its answer, in the language that is in force now; a guess that was given stays."""
         if self.comm is None:  # closed
             return
+        with self.hold_sync():  # the page draws it anew when its script comes: the texts are to come with it
+            self._speak()
+
+    def _speak(self) -> None:
         super().speak()
         self._answer.speak()
         now = [self._spoken(choice) for choice in self._offered]
@@ -255,8 +267,7 @@ class Question(Control):
             self._guess = anew[self._guess]
         if self._measured is not None and isinstance(self._measured[0], str):
             self._measured = anew[self._measured[0]], *self._measured[1:]
-        texts = {"text": self._spoken(self._asks), "unit": self._spoken(self._unit), "choices": now, "typed": typed}
-        self._put({**texts, "problem": in_language(self._refused)})
+        self._put({**self._asked(), "typed": typed, "problem": in_language(self._refused)})
         self._show()
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
@@ -302,11 +313,12 @@ def ask(
     choices
         What to choose from, each as the `text`; without them a number is asked for.
     within
-        How far off a number may be, in the unit, and still be right; by default 5 %, and whole numbers must be hit.
+        How far off a number may be, in the unit, and still be right; the question says it. By default 5 % of what was
+        measured, where the unit is ``"%"`` half a percentage point at least; and nothing where it is `whole`.
     between
         The least and the most that a number can be; a guess outside is refused. `math.inf` where there is no end.
     whole
-        Only whole numbers are possible.
+        Only whole numbers are possible: it is counted.
 
     Raises
     ------

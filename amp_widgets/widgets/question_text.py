@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from amp_widgets.errors import FormatError, QuestionError
 from amp_widgets.language import marked, say
-from amp_widgets.widgets.typed_number import typed_number
+from amp_widgets.widgets.typed_number import number_in, typed_number
 
 Value = float | str
 """A number, or one of the choices."""
@@ -38,6 +38,11 @@ POINTS_HIGH = marked("Your guess is {points} percentage points too high.")
 LOW = marked("Your guess is {difference} too low.")
 HIGH = marked("Your guess is {difference} too high.")
 QUANTITY = "{number} {unit}"
+RULE = marked("A guess is right within 5 % of what is measured.")
+RULE_SHARE = marked("A guess is right within 5 % of what is measured, or within half a percentage point where that is more.")
+RULE_EXACT = marked("A guess is right when it is exactly what is measured.")
+RULE_WITHIN = marked("A guess is right when it is at most {distance} off.")
+POINTS = marked("{points} percentage points")
 EMPTY = marked("type a number first, such as 12 or 2^8")
 NOT_CHOSEN = marked("choose one of the answers first")
 AT_LEAST = marked("got {got}, expected {least} or more: nothing below that is possible here")
@@ -53,9 +58,9 @@ PERCENT = "%"
 TIMES_FROM = 2.0
 """From this ratio on it is said how many times too low or too high a guess is, below it by how much."""
 RIGHT_WITHIN = 0.05
-"""Of what was measured: a guess that is not further off is right; but whole numbers must be hit."""
-LEAST_POINTS, MOST_POINTS = 0.5, 2.0
-"""Percentage points: so far off a guess at a share may always be, and never further."""
+"""Of what was measured: a guess that is not further off is right."""
+LEAST_POINTS = 0.5
+"""Percentage points: so far off a guess at a share may always be."""
 
 
 class Possible(NamedTuple):
@@ -172,8 +177,8 @@ def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | No
     Parameters
     ----------
     within
-        A guess that is so far off at most, in the unit, is right. None: whole numbers must be hit (where `measured` is an
-        int), a share to 5 %, but half a percentage point at least and two at most, and other numbers to 5 %.
+        A guess that is so far off at most, in the unit, is right. None: one within 5 % of what was `measured`, or, of a
+        share, within half a percentage point where that is more.
 
     >>> verdict(40.0, 88.0, "%").sentence, verdict(100.0, 88.0, "%").sentence, verdict(6.0, 5).sentence
     ('Your guess is 2.2 times too low.', 'Your guess is 12 percentage points too high.', 'Your guess is 1 too high.')
@@ -196,13 +201,32 @@ def verdict(guess: Value, measured: Value, unit: str = "", *, within: float | No
     return Verdict(say(LOW if low else HIGH, difference=value_text(_whole(difference), "")), "warn")
 
 
+def rule_text(unit: str, within: float | None) -> str:
+    """What counts as right, which a question says before there is a guess.
+
+    Parameters
+    ----------
+    unit
+        Of the number.
+    within
+        As of `verdict`.
+
+    >>> rule_text("%", 5), rule_text("steps", 2)
+    ('A guess is right when it is at most 5 percentage points off.', 'A guess is right when it is at most 2 steps off.')
+    """
+    if within is None:
+        return say(RULE_SHARE if unit == PERCENT else RULE)
+    if within == 0:
+        return say(RULE_EXACT)
+    distance = say(POINTS, points=value_text(within, "")) if unit == PERCENT else value_text(within, unit)
+    return say(RULE_WITHIN, distance=distance)
+
+
 def _allowed(measured: float, unit: str, within: float | None) -> float:
     if within is not None:
         return within
-    if isinstance(measured, int):
-        return 0.0
     relative = RIGHT_WITHIN * abs(measured)
-    return min(max(relative, LEAST_POINTS), MOST_POINTS) if unit == PERCENT else relative
+    return max(relative, LEAST_POINTS) if unit == PERCENT else relative
 
 
 def _whole(value: float) -> float:
@@ -219,14 +243,10 @@ def _short(value: float) -> str:
 
 def _typed(value: str, unit: str) -> float:
     """A number as it was typed, also with its unit."""
-    text = value.strip()
-    if not text:
+    if not value.strip():
         raise QuestionError(EMPTY)
-    for ending in (unit, PERCENT):
-        if ending and text.endswith(ending):
-            text = text.removesuffix(ending).strip()
     try:
-        return typed_number(text)
+        return typed_number(number_in(value, unit))
     except FormatError as error:
         raise QuestionError(str(error)) from None
 

@@ -25,7 +25,7 @@ PAGE_WORDS: Mapping[str, str] = {
 }
 """What the page writes by itself."""
 GUESS_FIRST = marked("Give a guess first.")
-READY = marked("Trains {steps} steps on this machine, pauses, and measures the answer.")
+READY = marked("Trains {steps} steps on this machine, or a few more until it has paused, and measures the answer.")
 STEP = marked("Step {step} of {steps}")
 MEASURING = marked("Measuring …")
 NOT_MEASURED = marked("It was not measured: {reason}")

@@ -1,4 +1,4 @@
-"""Numbers as people type them: ``2e-8``, ``2**-24``, ``1/3``. Read, never evaluated."""
+"""Numbers as people type them: ``2e-8``, ``2**-24``, ``1/3``, ``10만``, ``about 30 %``. Read, never evaluated."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def typed_number(text: str) -> float:
 
     >>> typed_number("2e-8"), typed_number("2**-3"), typed_number("1/4"), typed_number("3 * 2^-2"), typed_number("-inf")
     (2e-08, 0.125, 0.25, 0.75, -inf)
+    >>> typed_number("10만"), typed_number("2 천")
+    (100000.0, 2000.0)
 
     Raises
     ------
@@ -28,6 +30,7 @@ def typed_number(text: str) -> float:
     written = text.strip().lower().replace("−", "-").replace("×", "*")
     written = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), written)
     written = re.sub(r"\s*(\*\*?|/|\^)\s*", r"\1", written)
+    written = _MYRIADS.sub(lambda found: f"*{_KOREAN[found[1]]}", written)
     special = re.fullmatch(r"([+-]?)(inf|infinity|nan)", written)
     if special is not None:
         return float(written)
@@ -57,8 +60,40 @@ def typed_number(text: str) -> float:
 _FACTOR = re.compile(r"(?P<sign>[+-]?)(?P<base>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,4})?)(?:(?:\*\*|\^)(?P<exponent>[+-]?\d{1,5}))?")
 _THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 """Whole numbers as they are shown, ``65,536``; not ``0,125`` or ``1,5``, whose comma may be meant as a point."""
+_KOREAN = {"천": "1000", "만": "10000", "억": "100000000"}
+_MYRIADS = re.compile(r"(?<=[\d.])\s*([천만억])$")
+_ABOUT = re.compile(r"^(?:약|대략|한|about|around|roughly|approximately|ca\.|≈|~)\s*(?=[\d.+−-])", re.IGNORECASE)
+_WITH_UNIT = re.compile(r"(.*[\d.](?:\s*[천만억])?)\s*([^\W\d_]\D*|[%×])")
+_COUNTED = frozenset(
+    ("steps", "step", "스텝", "단계", "번", "회", "차례", "개", "가지", "layers", "layer", "레이어", "windows", "window")
+)
+_SAME = (_COUNTED, frozenset(("%", "percent", "per cent", "퍼센트", "프로")), frozenset(("×", "x", "times", "배")))
+"""Words that stand for the same unit."""
+_MEASURED = frozenset(("b", "kb", "mb", "gb", "tb", "bytes", "바이트", "s", "ms", "초"))
+"""Units that are never taken for another one."""
 _LARGEST_EXPONENT = 4400
 """Of two: a power beyond this is not worked out, since neither it nor its product with another of them is of use."""
+
+
+def number_in(text: str, unit: str = "") -> str:
+    """What is typed without "about" in front of it, and without its `unit`: that of the question, or a word for the same.
+
+    Another unit stays, so that it is refused: 2 GB are not 2 MB.
+
+    >>> number_in("약 25번", "steps"), number_in("about 30퍼센트", "%"), number_in("2 GB", "MB"), number_in("0.5배")
+    ('25', '30', '2 GB', '0.5')
+    """
+    number = re.sub(r"\s*(?:쯤|정도)$", "", _ABOUT.sub("", text.strip(), count=1))
+    found = _WITH_UNIT.fullmatch(number)
+    if found is None:
+        return number.removesuffix(unit).strip() if unit else number
+    typed, asked = found[2].strip().casefold(), unit.strip().casefold()
+    kind = next((kind for kind in _SAME if typed in kind), frozenset())
+    if asked in _MEASURED or any(asked in one for one in _SAME):
+        same = typed == asked or asked in kind
+    else:  # no unit, or one that we do not know
+        same = typed == asked or kind == _COUNTED or (asked == "" and (bool(kind) or typed in _MEASURED))
+    return found[1].strip() if same else number
 
 
 def _power(base: str, exponent: int, text: str) -> Fraction:

@@ -20,6 +20,8 @@ from amp_widgets.analysis.batch_size import BatchSize, confirm, max_batch_size
 from amp_widgets.analysis.batch_sizes import largest_batch
 from amp_widgets.analysis.fake_step import PREDICTED, TooLargeError, fake_steps, predict_step
 from amp_widgets.analysis.on_cuda import predict_on_cuda
+from amp_widgets.analysis.stoppable import CancelledError
+from amp_widgets.core.memory.budget import MemoryBudgetError
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RunError, SessionClosedError, SettingsError
@@ -135,7 +137,7 @@ class Measured(Line):
             assert batch_size <= max(16, 2 * self.known)
             self.ran.append(batch_size)
             if step.peak_bytes > settings["limit_bytes"]:
-                raise torch.OutOfMemoryError("test")
+                raise MemoryBudgetError("test")
             step.obtained = "measured: test"
         if step.peak_bytes <= settings["limit_bytes"]:
             self.known = max(self.known, batch_size)
@@ -293,12 +295,42 @@ def test_a_model_that_takes_rows_in_groups_gets_the_most_groups_that_fit(unit: i
 
 
 def test_a_model_that_takes_no_other_size_says_so() -> None:
-    with pytest.raises(ValueError, match="cannot take 96 rows"):
-        max_batch_size(Picky(lambda size: size == 12), 10_000)  # type: ignore[arg-type]
+    found = max_batch_size(Picky(lambda size: size == 12), 10_000)  # type: ignore[arg-type]
+    assert (found.size, found.capped, found.fails_at, found.failure) == (12, False, 24, "ValueError: cannot take 24 rows")
+    assert "with a peak of 1.1 kB (predicted on fake tensors); with 24 a step fails: ValueError" in str(_with_settings(found))
+    with pytest.raises(ValueError, match="cannot take 12 rows"):
+        max_batch_size(Picky(lambda size: size == 13), 10_000)  # type: ignore[arg-type]
     found = max_batch_size(Picky(lambda size: size == 12), 1100)  # type: ignore[arg-type]
     assert (found.size, found.tried) == (0, {12: 1120.0})
     least = max_batch_size(Picky(lambda size: size >= 5), 1060)  # type: ignore[arg-type]
     assert least.size in (5, 6)
+
+
+@pytest.mark.parametrize("budget", [1200, 1400, 3000, 10**6])
+@pytest.mark.parametrize("most", [12, 13, 40, 200])
+def test_a_model_that_takes_no_more_than_so_many_rows_says_what_failed_with_one_more(most: int, budget: int) -> None:
+    picky: Any = Picky(lambda size: size <= most)
+    found = max_batch_size(picky, budget)
+    fitting = (budget - 1000) // 10
+    assert found.size <= min(most, fitting)
+    assert found.size % found.multiple_of == 0
+    if fitting < most:
+        assert (found.size, found.failure) == (fitting, None)
+    else:
+        assert found.fails_at == found.size + found.multiple_of
+        assert found.failure == f"ValueError: cannot take {found.fails_at} rows"
+    assert len(picky.asked) <= 25
+
+
+def test_to_be_cancelled_is_no_failure_of_the_model() -> None:
+    class Cancelled(Picky):
+        def step(self, *, batch_size: int, **settings: Any) -> Any:
+            if self.asked:
+                raise CancelledError("it was cancelled")
+            return super().step(batch_size=batch_size, **settings)
+
+    with pytest.raises(CancelledError):
+        max_batch_size(Cancelled(lambda size: True), 10**6)  # type: ignore[arg-type]
 
 
 def test_larger_ones_than_asked_for_are_not_looked_at() -> None:

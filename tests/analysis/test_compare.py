@@ -189,7 +189,7 @@ def test_times_are_those_of_the_steps(attach: Any) -> None:
     assert made.verdict[0].startswith("fp32/1 layer: peak ")
     assert "time ×1.67 (too few steps to tell)" in made.verdict[0]
     few = "too few steps were timed to tell it from fp32/none, fp32/1 layer and bf16/1 layer"
-    assert f"Shortest step: bf16/none, 4 ms; {few}." in made.verdict
+    assert f"No step is clearly the shortest. Least median: bf16/none, 4 ms; {few}." in made.verdict
     enough = [dataclasses.replace(row, rounds=2, reference=None) for row in made.rows]  # as if there had been another one
     for row in enough[1:]:
         assert dataclasses.replace(row, reference=enough[0]).time_differs
@@ -769,7 +769,7 @@ def test_the_verdict_says_what_was_measured() -> None:
         "near: peak ×1.00, time ×1.05 (within the spread) of fp32/none; the first gradients are the same.",
         "blind: neither peak nor time is known.",
         "Least memory: fp32/all and fp16/none, 48.0 MB.",
-        "Shortest step: bf16/none, 61 ms; within the spread of it: fp16/none.",
+        "No step is clearly the shortest. Least median: bf16/none, 61 ms; within the spread of it: fp16/none.",
     )
     assert comparison(base).verdict == ()
     with pytest.raises(RunError, match="'fp32/none', 'fp32/all'"):

@@ -300,18 +300,21 @@ def prediction(**changes: Any) -> CudaPrediction:
 def test_as_text() -> None:
     assert str(prediction()).splitlines() == [
         "predicted for CUDA, not measured",
-        "settings                      batch   tensors  allocated  reserved",
-        "bf16 + 3 layers checkpointed     32  103.9 MB   104.4 MB  128.0 MB",
+        "settings                      layers  batch   tensors  allocated  reserved",
+        "bf16 + 3 layers checkpointed       3     32  103.9 MB   104.4 MB  128.0 MB",
         "Left out:",
         "- a & b",
     ]
 
 
 def test_several_in_one_table() -> None:
-    table = CudaPredictions([prediction(), prediction(settings="fp32", batch_size=None, left_out=("a & b", "c"))])
+    plain = prediction(settings="fp32", checkpointed=(), batch_size=None, left_out=("a & b", "c"))
+    table = CudaPredictions([prediction(), plain])
     assert len(table) == 2
     assert table.left_out == ("a & b", "c")
-    assert [row[:2] for row in table.to_rows()] == [["settings", "batch"], ["bf16 + 3 layers checkpointed", "32"], ["fp32", ""]]
+    assert [row[:3] for row in table.to_rows()] == [
+        ["settings", "layers", "batch"], ["bf16 + 3 layers checkpointed", "3", "32"], ["fp32", "0", ""],
+    ]  # fmt: skip
     assert repr(table) == table.to_text()
     assert len(table[:1]) == 1
     assert table[1].settings == "fp32"

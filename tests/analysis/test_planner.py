@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from amp_widgets.analysis import choice, extra_time, planner
 from amp_widgets.analysis.extra_time import ExtraTimes, LayerTimer
 from amp_widgets.analysis.fake_step import predict_step
-from amp_widgets.analysis.loop_memory import MARGIN, Besides, Expected, NewestPeaks, besides_of
+from amp_widgets.analysis.loop_memory import EARLIER, MARGIN, Besides, Expected, NewestPeaks, besides_of
 from amp_widgets.analysis.peak_model import outermost
 from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.planner import Planner, plan, planning
@@ -219,7 +219,7 @@ def test_what_does_not_fit_names_the_least_and_what_else_would_help(mlp: Bench) 
     assert 0.99 * least < found.least_peak_bytes <= usual < none
     half = next(each for each in found.alternatives if each.batch_size is None)
     assert half.label == "bf16"
-    assert half.peak_bytes == pytest.approx(mlp.measured(found.layers, autocast="bf16"), rel=0.01)
+    assert half.peak_bytes == pytest.approx(mlp.measured(half.changes["checkpointed"], autocast="bf16"), rel=0.01)
     assert half.fits
     smaller = next(each for each in found.alternatives if each.batch_size is not None)
     assert smaller.fits
@@ -229,6 +229,55 @@ def test_what_does_not_fit_names_the_least_and_what_else_would_help(mlp: Bench) 
     assert smaller.peak_bytes == pytest.approx(cut.measured(found.layers), rel=0.01)
     assert "no set of layers fits" in str(found)
     assert "bf16: " in str(found)
+
+
+class Wide(nn.Module):
+    """Of a few rows each of which is large; blocks in blocks, which need other layers in each format for the lowest peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(nn.Sequential(Residue(), nn.Sequential(Residue(), Residue())) for _ in range(3)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.stages(x).mean(1))
+        return y
+
+
+class Residue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.narrow(F.gelu(self.wide(self.norm(x))))
+        return y
+
+
+def test_another_format_is_offered_with_the_layers_that_need_least_in_it_and_with_a_smaller_batch_if_need_be() -> None:
+    torch.manual_seed(0)
+    with Bench(Wide(), (torch.randn(2, 400, 16), torch.randint(4, (2,)))) as bench, bench.planning() as planned:
+        first = planned.plan(1.0)
+        half, smaller, both = first.alternatives
+        assert (half.label, smaller.label, both.label) == ("bf16", "batch 1", "bf16 + batch 1")
+        assert half.peak_bytes < (planned._peak_of(first.layers, autocast="bf16") or 0.0)
+        assert planned.plan(first.least_peak_bytes - 1).alternatives[0].fits
+        assert len(planned.plan(max(half.peak_bytes, smaller.peak_bytes)).alternatives) == 2
+        found = planned.plan(min(half.peak_bytes, smaller.peak_bytes) - 1)
+        assert [each.fits for each in found.alternatives] == [False, False, True]
+        bench.session.request(autocast="bf16")
+        bench.session.apply_pending()
+        assert planned.plan(1.0).least_peak_bytes == half.peak_bytes
+        assert planned.plan(half.peak_bytes).fits
+        bench.session.request(autocast="fp32")
+        bench.session.apply_pending()
+        assert both.changes == {"autocast": "bf16", "checkpointed": half.changes["checkpointed"]}
+        assert half.peak_bytes >= bench.measured(half.changes["checkpointed"], autocast="bf16") > 0.98 * half.peak_bytes
+        model = bench.session.model
+        assert model is not None
+        bench.session.close()
+        cut = Bench(model, (bench.batch[0][:1], bench.batch[1][:1]))
+        assert both.peak_bytes >= cut.measured(both.changes["checkpointed"], autocast="bf16") > 0.98 * both.peak_bytes
 
 
 @pytest.mark.usefixtures("no_alternatives")
@@ -328,6 +377,19 @@ def averaging(bench: Bench, model: nn.Module, kept: dict[str, Any]) -> None:
     bench.session.scaler.update()
 
 
+def keeping(bench: Bench, model: nn.Module, kept: dict[str, Any]) -> None:
+    """Something that was made in the first step, and is added to in each."""
+    bench.optimizer.zero_grad()
+    with bench.session.autocast():
+        loss = F.cross_entropy(model(bench.batch[0]), bench.batch[1])
+    bench.session.scaler.scale(loss).backward()
+    if not kept:
+        kept["sums"] = torch.zeros(30, 32, 8)
+    kept["sums"] += 1
+    bench.session.scaler.step(bench.optimizer)
+    bench.session.scaler.update()
+
+
 @pytest.mark.usefixtures("no_alternatives")
 @pytest.mark.parametrize(
     ("loop", "words"), [(accumulating, "gradients kept"), (with_zeros, "gradients kept"), (averaging, "average of the weights")]
@@ -354,6 +416,52 @@ def test_what_the_loop_of_the_run_holds_besides_is_counted(mlp: Bench, loop: Cal
             assert 0.98 * found.predicted_peak_bytes < measured <= budget
             assert words in found.notes[0]
             assert found.notes[0] in repr(found)
+
+
+@pytest.mark.usefixtures("no_alternatives")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointed": ["0"]},
+        {"autocast": "bf16"},
+        {"autocast": "bf16", "fp32_layers": ["2"], "checkpointed": ["1"]},
+        {"autocast": "fp16", "scaling": False},
+        {"growth_interval": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("loop", "words"), [(accumulating, "gradients kept"), (keeping, "that are kept")])
+def test_what_the_loop_holds_besides_is_counted_before_a_step_with_the_settings_in_force(
+    mlp: Bench, changes: dict[str, Any], loop: Callable[..., None], words: str
+) -> None:
+    model, kept = mlp.session.model, dict[str, Any]()
+    for _ in range(3):
+        loop(mlp, model, kept)
+    plain = mlp.measured((), autocast=changes.get("autocast", "fp32"))
+    mlp.session.request(**changes)
+    mlp.session.apply_pending()
+    found = mlp.plan(1.02 * plain)
+    assert found.fits
+    assert found.layers
+    assert words in found.notes[0]
+    assert found.notes[1:] == (() if "growth_interval" in changes else (EARLIER,))
+    mlp.session.request(checkpointed=found)
+    before = len(mlp.session.history)
+    for _ in range(3):
+        loop(mlp, model, kept)
+    measured = max(mlp.session.history.columns("peak_bytes")["peak_bytes"][before:])
+    assert 0.98 * found.predicted_peak_bytes < measured <= found.predicted_peak_bytes <= found.budget_bytes
+    again = mlp.plan(1.02 * plain)  # with steps in which it was in force
+    assert words in again.notes[0]
+    assert len(again.notes) == 1
+
+
+def test_settings_of_then_that_cannot_be_in_force_any_more_are_no_reason_to_fail(
+    mlp: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = NewestPeaks(settings=Settings(checkpointed=("gone",)), peak_bytes=1e9, end_bytes=1e9, first=False)
+    monkeypatch.setattr(planner, "newest_peaks", lambda loop: gone)
+    assert mlp.plan(1e9).notes == ()
 
 
 def test_gradients_that_are_kept_are_counted_where_steps_can_only_be_measured() -> None:
@@ -387,7 +495,8 @@ def test_what_is_held_besides_has_to_be_explained() -> None:
     plain, keeping = (Expected(peak_bytes=peak, first_peak_bytes=peak + 50, end_bytes=4e5) for peak in (1e6, 1.2e6))
 
     def found(peak: float, end: float, *, first: bool = False) -> tuple[bool, float, bool]:
-        besides = besides_of(NewestPeaks(peak_bytes=peak, end_bytes=end, first=first), plain, lambda: keeping)
+        measured = NewestPeaks(settings=Settings(), peak_bytes=peak, end_bytes=end, first=first)
+        besides = besides_of(measured, plain, lambda: keeping)
         return besides.keeps_gradients, besides.more_bytes, bool(besides.note)
 
     assert found(1e6, 4e5) == (False, 0.0, False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +138,18 @@ def test_as_a_table_it_is_aligned_escaped_and_says_what_is_an_estimate() -> None
 def test_a_pattern_that_fits_nothing_names_layers(session: AmpSession) -> None:
     with pytest.raises(LayerError, match=r"no layer matches 'layer.\*', expected one of 0, 1, 1.0"):
         session.layer_profile(batch(), nn.functional.cross_entropy, layers="layer.*")
+
+
+def test_layers_that_are_alike_have_one_time() -> None:
+    sizes = {"parameter_bytes": 4, "activation_bytes": 8, "output_bytes": 8, "recompute_s": math.nan}
+    layer = LayerProfile(name="", type="Linear", forward_s=0, backward_s=0, calls=1, dtype="float32", checkpointed=False, **sizes)  # type: ignore[arg-type]
+    times_s = {"a": (0.01, 0.02), "b": (0.09, 0.03), "c": (0.02, 0.01)}
+    alike = [dataclasses.replace(layer, name=name, forward_s=one, backward_s=two) for name, (one, two) in times_s.items()]
+    other = dataclasses.replace(alike[0], name="d", output_bytes=alike[0].output_bytes + 1, forward_s=0.5)
+    made = LayerProfiles.of(SimpleNamespace(layers=[*alike, other], label="x"))  # type: ignore[arg-type]
+    assert [(layer.name, layer.forward_s, layer.backward_s) for layer in made] == [
+        ("a", 0.02, 0.02),
+        ("b", 0.02, 0.02),
+        ("c", 0.02, 0.02),
+        ("d", 0.5, 0.02),
+    ]

@@ -110,6 +110,39 @@ def test_a_number_in_every_format(open_notebook: OpenNotebook) -> None:
     assert not notebook.scrolls_sideways(0)
 
 
+RUNS_OUT = """table => [...table.querySelectorAll("td, th")].flatMap((cell) => {
+    if (cell.closest("thead") && getComputedStyle(cell.closest("thead")).position === "absolute") return [];
+    const edge = cell.getBoundingClientRect();
+    return [...cell.querySelectorAll("*")].filter((part) => {
+        const text = document.createRange();
+        text.selectNodeContents(part);
+        const last = Math.max(part.getBoundingClientRect().right, text.getBoundingClientRect().right);
+        return part.getClientRects().length && last > edge.right + 1;
+    }).map((part) => `${cell.dataset.label ?? cell.textContent}: ${part.textContent}`);
+})"""
+
+
+def test_what_is_in_a_cell_stays_in_it_in_every_size_of_type(open_notebook: OpenNotebook) -> None:
+    lab = "from amp_widgets.language import set_language\nset_language('ko')\n" + MAKE
+    notebook = open_notebook([lab, "lab.value = 0.1"], height=2600)
+    for cell in range(2):
+        notebook.run_and_wait(cell)
+    whole = notebook.output(0).locator(".ampw-formats")
+    whole.wait_for()
+    html = notebook.page.locator("html")
+    for size in ("normal", "large", "very-large"):
+        html.evaluate("(root, size) => { root.dataset.ampType = size; }", size)
+        for width in (1920, 1280, 1000):
+            notebook.page.set_viewport_size({"width": width, "height": 2600})
+            notebook.page.wait_for_timeout(300)
+            notebook.screenshot(f"format-lab-{size}-{width}px", whole)
+            tables = whole.locator("table:visible")
+            assert tables.count() == 3
+            for table in tables.all():
+                assert table.evaluate(RUNS_OUT) == [], (size, width)
+            assert not notebook.scrolls_sideways(0)
+
+
 BESIDE = """
 import ipywidgets
 from amp_widgets.analysis.inspections import Inspection

@@ -28,6 +28,36 @@ PLAY = """panel = aw.scenario("growth")
 panel"""
 
 
+QUESTIONS = """
+import amp_widgets as aw
+number = aw.ask({"en": "Which share?", "ko": "비율은?"}, unit="%")
+choice = aw.ask({"en": "Which one?", "ko": "어느 것?"}, choices=[{"en": "this", "ko": "이것"}, {"en": "that", "ko": "저것"}])
+display(number, choice)
+"""
+
+
+def test_questions_that_are_open(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([QUESTIONS, SPEAK], height=2600)
+    notebook.run_and_wait(0)
+    area = notebook.output(0)
+    area.get_by_text("Which one?", exact=True).wait_for()
+    notebook.kernel.eval("choice.guess('that')")
+    notebook.wait_until(lambda: area.get_by_label("that", exact=True).is_checked(), what="the guess is not shown")
+    assert "within 5 %" in area.inner_text()
+    # what came with the script is right anyhow, as the page is drawn anew with it: these come by themselves
+    notebook.kernel.eval("number._put({'text': 'Another text?', 'rule': 'Another rule.'})")
+    notebook.wait_until(lambda: {"Another text?", "Another rule."} <= set(area.inner_text().splitlines()), what="the text stays")
+    notebook.kernel.eval("choice._put({'choices': ['one', 'other'], 'typed': 'other'})")
+    notebook.wait_until(lambda: area.get_by_label("other", exact=True).is_checked(), what="the choices stay")
+    notebook.kernel.eval("choice._put({'choices': ['this', 'that'], 'typed': 'that'})")
+    notebook.run_and_wait(1)
+    for text in ("비율은?", "어느 것?", "이것", "저것"):
+        area.get_by_text(text, exact=True).wait_for()
+    assert area.get_by_label("저것", exact=True).is_checked()
+    assert not re.search("Another|Which|this|that|within", area.inner_text())
+    notebook.screenshot("korean-questions", area)
+
+
 def test_the_dashboard_and_a_scenario(open_notebook: OpenNotebook) -> None:
     notebook = open_notebook([SHOW, SPEAK, PLAY], height=2600)
     python = notebook.kernel.eval
@@ -47,6 +77,9 @@ def test_the_dashboard_and_a_scenario(open_notebook: OpenNotebook) -> None:
     assert area.get_by_role("button", name="Pause", exact=True).count() == 0
     area.get_by_text("손실 스케일링", exact=True).first.wait_for()
     wait(lambda: area.locator(".gtitle, .annotation-text").filter(has_text="손실 스케일").count() > 0, "the chart stays English")
+    buttons = "area => [...area.querySelectorAll('.modebar-btn')].map((one) => one.dataset.title)"
+    wait(lambda: "확대" in area.evaluate(buttons), "the chart's buttons stay English")
+    assert not [title for title in area.evaluate(buttons) if re.search("[A-Za-z]", title.replace("PNG", ""))]
     area.get_by_role("tab", name="그래디언트", exact=True).click()
     area.get_by_role("button", name="다음 스텝 샘플링", exact=True).click()
     wait(lambda: "레이어 출력의 그래디언트" in area.inner_text(), "no step was sampled")

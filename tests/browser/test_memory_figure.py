@@ -37,6 +37,8 @@ def deep_step(label, checkpointed):
 
 deep = [deep_step("fp32 (step 55)", False), deep_step("fp32 + 150 layers checkpointed", True)]
 dead = dead_step(limit_bytes=40e6)
+lower = gpt_step("fp32 + 2 layers checkpointed", checkpointed=(0, 1))
+near = dc.replace(lower, bytes_by_kind=lower.bytes_by_kind * 39_000_000 // int(lower.bytes_by_kind.sum(1).max()))
 died = {dead.profile.label: Death(requested_bytes=8e6, ceiling=Ceiling(size_bytes=40e6, name="budget"))}
 view = FigureView()
 def show(profiles, ceiling=None, deaths={}):
@@ -61,8 +63,24 @@ LAID_OUT = """root => {
             const box = one.querySelector('.bg');
             return [note.name, note.text.includes('✕') || !note.text || !box ? null : at(box)];
         }).filter(([, box]) => box)),
+        arrows: Object.fromEntries([...plot.querySelectorAll('.annotation')].flatMap(one => {
+            const note = plot._fullLayout.annotations[one.dataset.index];
+            const line = one.querySelector('.annotation-arrow-g > path');
+            if (!note.text || !line) return [];
+            const [from, to] = [line.getPointAtLength(0), line.getPointAtLength(line.getTotalLength())];
+            const matrix = line.getScreenCTM();
+            const seen = (point) => {
+                const { x, y } = point.matrixTransform(matrix);
+                return [x - origin.left, y - origin.top];
+            };
+            return [[note.name, [...seen(from), ...seen(to)]]];
+        })),
     };
 }"""
+
+
+def within(box: list[float], x: float, y: float) -> bool:
+    return box[0] < x < box[2] and box[1] < y < box[3]
 
 
 def overlap(one: list[float], other: list[float]) -> float:
@@ -84,6 +102,17 @@ def problems(found: dict[str, Any]) -> list[str]:
     complaints += [
         f"{one} is on {other}" for (one, a), (other, b) in itertools.combinations(found["notes"].items(), 2) if overlap(a, b)
     ]
+    near = {name: [box[0] - 1, box[1] - 1, box[2] + 1, box[3] + 1] for name, box in found["notes"].items()}
+    complaints += [f"{one} touches {other}" for (one, a), (other, b) in itertools.combinations(near.items(), 2) if overlap(a, b)]
+    for name, (x0, y0, x1, y1) in found["arrows"].items():
+        points = [(x0 + (x1 - x0) * i / 40, y0 + (y1 - y0) * i / 40) for i in range(41)]
+        complaints += [
+            f"the arrow of {name} crosses {other}"
+            for other, box in found["notes"].items()
+            if other != name and any(within(box, *point) for point in points)
+        ]
+        if name in found["notes"] and sum(not within(found["notes"][name], *point) for point in points) < 5:
+            complaints.append(f"{name} has no arrow that is seen")
     if found["legend"][3] > top + 2:
         complaints.append(f"the legend is in the plot: {found['legend']}")
     if found["legend"][1] < -1:
@@ -117,6 +146,7 @@ def test_notes_are_where_they_can_be_read_at_every_width_and_zoom(open_notebook:
         ("turned", "show(deep[::-1])"),
         ("one", "show([deep[1]], Ceiling(size_bytes=50e6, name='budget'))"),
         ("dead", "show([dead.profile], died[dead.profile.label].ceiling, died)"),
+        ("dead-near", "show([dead.profile, near], died[dead.profile.label].ceiling, died)"),
         ("dead-then", "show([dead.profile, lean], Ceiling(size_bytes=20e6, name='budget'), died)"),
     ):
         notebook.kernel.exec(shown)

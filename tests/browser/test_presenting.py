@@ -46,3 +46,45 @@ def test_controls_of_several_kernels_say_what_the_page_has(open_notebook: OpenNo
     second.get_by_text("normal", exact=True).click()
     second.get_by_text("as the notebook", exact=True).click()
     notebook.wait_until(lambda: chosen(first) == ["normal", "notebook"], what="it does not go back")
+
+
+LAB = """
+from amp_widgets.widgets.format_lab import FormatLab
+display(FormatLab())
+"""
+CALL = "import amp_widgets as aw\n_ = aw.present(type_size='very-large', theme='dark')"
+
+
+def test_a_call_from_code_is_in_force_on_a_page_with_a_lab_alone(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([LAB, CALL], height=2600)
+    notebook.run_and_wait(0)
+    notebook.output(0).locator(".ampw-formats").wait_for()
+    on_page = "[document.documentElement.dataset.ampType, document.documentElement.dataset.ampTheme]"
+    for _ in range(2):  # run again, the output of before is gone
+        notebook.run_and_wait(1)
+        notebook.wait_until(lambda: notebook.page.evaluate(on_page) == ["very-large", "dark"], what="nothing has changed")
+        notebook.page.wait_for_timeout(500)
+        assert notebook.page.evaluate(on_page) == ["very-large", "dark"]
+        assert notebook.output(1).locator(".ampw-presenting").count() == 1
+
+
+DASHBOARD = """
+import amp_widgets as aw
+session = aw.demo("digits", display=False)
+session.dashboard()
+"""
+CUT = """area => [...area.querySelectorAll(".ampw-type, .ampw-scroll thead th")].filter(
+    (one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"""
+
+
+def test_types_of_layers_are_not_cut(open_notebook: OpenNotebook) -> None:
+    notebook = open_notebook([DASHBOARD], height=2600)
+    notebook.page.set_viewport_size({"width": 1280, "height": 2600})
+    notebook.run_and_wait(0)
+    area = notebook.output(0)
+    area.locator(".ampw-type").first.wait_for()
+    notebook.page.locator("html").evaluate("root => { root.dataset.ampType = 'very-large'; }")
+    notebook.page.wait_for_timeout(300)
+    notebook.screenshot("present-layers-very-large", area)
+    assert area.locator(".ampw-type").count() > 5
+    assert area.evaluate(CUT) == []

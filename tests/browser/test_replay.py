@@ -66,7 +66,7 @@ def test_a_recorded_run_is_replayed(open_notebook: OpenNotebook) -> None:
     wait(lambda: re.fullmatch(r"run-\d{4}-\d\d-\d\d\.db", field.input_value()), "no name is offered")
     field.fill("/nowhere/at/all/run.db")
     record.get_by_role("button", name="Record", exact=True).click()
-    live.get_by_text("Not recorded: /nowhere/at/all/run.db: No such file or directory").wait_for()
+    live.get_by_text("Not recorded: /nowhere/at/all/run.db: there is no such file or folder").wait_for()
     field.fill("run.db")
     field.press("Enter")
     where = record.locator(".ampw-where")

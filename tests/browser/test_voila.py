@@ -1,4 +1,4 @@
-"""A lesson as a page of Voilà: no code, and its dashboard works."""
+"""A lesson as a page of Voilà: no code, and its dashboard works, in the language that the notebook's name says."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-LESSON = REPOSITORY / "notebooks" / "01_quickstart.ipynb"
+LESSONS = REPOSITORY / "notebooks"
+LESSON, KOREAN_LESSON = "01_quickstart.ipynb", "02_number_formats.ko.ipynb"
 TEXT, CODE = "A model that is ready to train", "mine.scaler.scale(loss).backward()"
 START_S = 60
 SLOW_MS = 90_000
 
 
 @pytest.fixture
-def page_of_lesson(tmp_path: Path, in_ci: bool) -> Iterator[str]:
-    """The address at which a Voilà of its own shows the lesson."""
+def page_of_lesson(request: pytest.FixtureRequest, tmp_path: Path, in_ci: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address at which a Voilà of its own shows a lesson: of a command for this lesson alone, or for its folder."""
+    lesson, served = request.param
+    monkeypatch.delenv("AMP_WIDGETS_LANG", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     if importlib.util.find_spec("voila") is None:
         (pytest.fail if in_ci else pytest.skip)("needs voila: pip install voila")
-    shutil.copy(LESSON, tmp_path)
+    shutil.copy(LESSONS / lesson, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "voila", LESSON.name, "--no-browser", f"--port={port}", "--Voila.ip=127.0.0.1"]
+    command = [sys.executable, "-m", "voila", served, "--no-browser", f"--port={port}", "--Voila.ip=127.0.0.1"]
     address, log = f"http://127.0.0.1:{port}/", tmp_path / "voila.log"
     with log.open("wb") as output:
         server = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -48,13 +52,14 @@ def page_of_lesson(tmp_path: Path, in_ci: bool) -> Iterator[str]:
             if server.poll() is not None or time.monotonic() > end:
                 pytest.fail(f"Voilà does not answer:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.2)
-        yield address
+        yield address if served == lesson else f"{address}voila/render/{lesson}"
     finally:
         server.terminate()  # it ends its kernels
         server.wait(60)
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("page_of_lesson", [(LESSON, LESSON)], indirect=True)
 def test_the_dashboard_of_a_lesson_is_a_page(page_of_lesson: str, browser: Browser) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 2600}, color_scheme="light")
     errors: list[str] = []
@@ -82,6 +87,20 @@ def test_the_dashboard_of_a_lesson_is_a_page(page_of_lesson: str, browser: Brows
         pictures = REPOSITORY / "artifacts" / "screenshots"
         pictures.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=pictures / "voila-light.png")
+    finally:
+        page.close()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "page_of_lesson", [(KOREAN_LESSON, KOREAN_LESSON), (KOREAN_LESSON, ".")], ids=["alone", "folder"], indirect=True
+)
+def test_the_name_of_the_notebook_says_the_language(page_of_lesson: str, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 2600})
+    try:
+        page.goto(page_of_lesson, timeout=SLOW_MS)
+        page.get_by_role("heading", name="수 형식", exact=True).first.wait_for(timeout=SLOW_MS)
+        assert page.get_by_role("heading", name="Number formats", exact=True).count() == 0
     finally:
         page.close()
 

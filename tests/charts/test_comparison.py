@@ -31,6 +31,7 @@ class Row:
     gradient_error: float = 0.0
     skipped: int = 0
     why_not: str | None = None
+    few_steps: bool = False
 
 
 def rows() -> list[Row]:
@@ -163,6 +164,13 @@ def test_nothing_to_draw(made: list[Row]) -> None:
 
 def test_words() -> None:
     assert comparison_sentence(rows()) == "Least memory: fp16/all (×0.35); shortest step: bf16/none (×0.80)"
+    unclear = "Least memory: fp16/all (×0.35); no step clearly the shortest"
+    others = [row for row in rows() if row.label != "bf16/none"]
+    fastest = next(row for row in rows() if row.label == "bf16/none")
+    near = dataclasses.replace(fastest, step_s_high=min(row.step_s_low for row in others))
+    assert comparison_sentence([*others, near]) == unclear
+    assert comparison_sentence([*others, dataclasses.replace(fastest, few_steps=True)]) == unclear
+    assert comparison_sentence([dataclasses.replace(others[0], few_steps=True), *others[1:], fastest]) == unclear
     assert comparison_sentence(rows()[:1]) == "Peak memory and step time"
     assert comparison_figure(rows(), title="").layout.title.text is None
     assert comparison_figure(rows(), title="").layout.height < comparison_figure(rows()).layout.height

@@ -62,7 +62,7 @@ def test_what_a_symbolic_link_points_to_is_not_written(tmp_path: Path, overwrite
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"No such file or directory; choose a folder that exists"):
+    with pytest.raises(ExportError, match=r"there is no such file or folder; choose a folder that exists"):
         put(tmp_path / "nowhere" / "a.html")
 
 
@@ -76,9 +76,9 @@ def test_a_full_disk_leaves_the_old_page_and_nothing_else(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ExportError, match=r"export_html: .*run\.html: No space left on device; choose a folder"):
+    with pytest.raises(ExportError, match=r"export_html: .*run\.html: there is no room left; choose a folder"):
         export_html(RunOf(odd_history(1)), path, plotly="none", overwrite=True)
-    with pytest.raises(ExportError, match="No space left on device"):
+    with pytest.raises(ExportError, match="there is no room left"):
         export_html(RunOf(odd_history(1)), tmp_path / "new.html", plotly="none")
     monkeypatch.undo()
     assert path.read_bytes() == before

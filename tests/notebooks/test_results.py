@@ -152,6 +152,11 @@ def texts_in(cell: NotebookNode, language: str) -> Iterator[str]:
             yield said[language]
 
 
+@each_page
+def test_lists_have_their_items_beside_each_other(source: Path, language: str) -> None:
+    assert not re.search(r"<(?:ul|/li)>\s*<ul>", page_of(source, language))
+
+
 class NoStills:
     """In place of a browser."""
 
@@ -182,6 +187,13 @@ def test_what_was_printed_is_text_and_as_a_terminal_leaves_it() -> None:
     outputs = [new_output("stream", text="one\n10 %\r<b>"), new_output("stream", name="stderr", text=" & 20 %\n")]
     page = written(new_markdown_cell("# T"), new_code_cell("x", outputs=outputs))
     assert html.unescape(Elements(page).text).count("one\n<b> & 20 %") == 1
+
+
+def test_items_of_a_report_become_a_list_and_those_of_a_list_stay() -> None:
+    report = "<div>a<li>1</li><li>2</li></div><ul><li>x</li><li>y</li><li>z</li></ul>"
+    outputs = [new_output("display_data", data={"text/html": report, "text/plain": ""})]
+    page = written(new_markdown_cell("# T"), new_code_cell("x", outputs=outputs))
+    assert "<div>a<ul><li>1</li><li>2</li></ul></div><ul><li>x</li><li>y</li><li>z</li></ul>" in page
 
 
 def test_a_widget_a_chart_and_a_bar_are_drawn() -> None:

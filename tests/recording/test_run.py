@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from amp_widgets.errors import AmpWidgetsError, RecordingError
+from amp_widgets.language import in_language
 from amp_widgets.recording import schema
 from amp_widgets.recording.recorder import Recorder
 from amp_widgets.recording.run import open_run
@@ -198,3 +199,18 @@ print(len(run.history), run.settings.autocast, len(run.layers), len(run.events))
 
 def test_errors_are_ours() -> None:
     assert issubclass(RecordingError, AmpWidgetsError)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "그런 파일이나 폴더가 없습니다"), (b"no run" * 99, "데이터베이스가 아닙니다")]
+)
+def test_what_the_system_says_is_said_in_the_language(
+    content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amp_widgets.language._chosen", "ko")
+    path = tmp_path / "run.db"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RecordingError) as refused:
+        open_run(path)
+    assert in_language(str(refused.value)) == f"open_run: {path}: {said}; 세션이 기록한 파일이 필요합니다"

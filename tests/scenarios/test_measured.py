@@ -173,9 +173,9 @@ def test_statistics_that_are_updated_twice_are_seen() -> None:
 class Clocked:
     """A session of which only the step times are known, in ms."""
 
-    def __init__(self, fp32: float, fp16: float, bf16: float) -> None:
+    def __init__(self, *rounds: tuple[float, float, float]) -> None:
         self.history = History()
-        turns = [*[fp32] * 6, *[fp16] * 6, *[bf16] * 6] * 3
+        turns = [ms for turn in rounds for format_ms in turn for ms in [format_ms] * 6]
         for step, ms in enumerate([*turns, *[1e-6] * 5]):  # some go beyond the scenario
             slow = 2 if step >= 36 else 1e6 if step % 6 < 2 else 1  # the machine becomes busy; and the first after a change
             self.history.append(step=step, step_s=slow * ms / 1000)
@@ -191,16 +191,23 @@ class Clocked:
 )  # fmt: skip
 def test_the_fastest_format(times: tuple[float, float, float], fastest: str) -> None:
     scenario = SCENARIOS["speed"]
-    measured = measures.fastest(Clocked(*times), scenario)  # type: ignore[arg-type]
+    measured = measures.fastest(Clocked(times, times, times), scenario)  # type: ignore[arg-type]
     assert measured.value == fastest
     assert [scenario.changes[step]["autocast"] for step in sorted(scenario.changes)] == [
         "fp16",
         "bf16",
         *["fp32", "fp16", "bf16"] * 2,
     ]
-    assert scenario.why_text(measured).startswith(f"The median step took {times[0]:.1f} ms in fp32")
+    said = f"The median step of the three rounds took {times[0]:.1f} ms, {times[0]:.1f} ms, {2 * times[0]:.1f} ms in fp32"
+    assert scenario.why_text(measured).startswith(said)
     assert "CPU" in scenario.more_text(measured, "cpu")
     assert "CPU" not in scenario.more_text(measured, "cuda")
+
+
+def test_what_is_faster_in_two_rounds_of_three_is_not_clearly_the_fastest() -> None:
+    twice, once = (10, 9, 5), (10, 5.2, 5)
+    assert measures.fastest(Clocked(twice, twice, twice), SCENARIOS["speed"]).value == "bf16"  # type: ignore[arg-type]
+    assert measures.fastest(Clocked(twice, once, twice), SCENARIOS["speed"]).value == "none"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("measure", "said"), [(measures.first_skips, "all of"), (measures.first_doubling, "not doubled")])

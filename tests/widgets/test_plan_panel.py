@@ -242,7 +242,16 @@ def test_a_budget_is_typed_dragged_and_asked_for(control: PlanControl, asked: li
         assert control.budget_error == f"Budget: got {wrong!r}, expected a size above 0, such as 8 GB or 60 MB"
         assert control.budget_text == wrong
         say(control, propose=True, text=wrong)
+    for bare in ("8", " 60 ", "999", "1e2"):
+        say(control, propose=True, text=bare)
+        wanted = f"Budget: got {bare!r} without a unit, expected one with so small a number, such as {bare.strip()} GB"
+        assert control.budget_error == wanted
     assert len(asked) == 4
+    for given in ("8 B", "200e6"):
+        say(control, text=given)
+        assert control.budget_error == ""
+    say(control, text="8 GB")
+    asked[4:] = []
     say(control, propose=True, text="1 GB")
     assert control.budget_error == ""
     for message in (
@@ -292,7 +301,38 @@ def test_its_layers_are_used_once(control: PlanControl, asked: list[Any]) -> Non
     assert control.measured.startswith("Predicted 57.8 MB, measured 57.6 MB: within the budget")
     control.render(state_of(autocast="bf16", checkpointed=LAYERS))
     assert control.stale == "This was planned for fp32, and bf16 is in force now: propose a plan again"
+    assert control.use == ""
     assert len(asked) == 1
+
+
+def test_a_plan_for_another_format_is_not_used(control: PlanControl, asked: list[Any]) -> None:
+    control.render(state_of(autocast="bf16"))
+    say(control, use=True)
+    assert asked == []
+    control.render(state_of(pending={"autocast": "fp16"}))
+    assert control.stale == "This was planned for fp32, and fp16 was asked for: propose a plan again then"
+    say(control, use=True)
+    assert asked == []
+    control.render(state_of(autocast="bf16", pending={"autocast": "fp32"}))
+    assert control.stale == ""
+    say(control, use=True)
+    assert asked == [{"checkpointed": LAYERS}]
+
+
+def test_a_plan_is_for_the_layers_that_are_kept_in_fp32(ask: Any, asked: list[Any], messages: Any) -> None:
+    half = steps_with(LAYERS, 57.6e6, 0.43, autocast="bf16")
+    plan = plan_of(autocast="bf16", fp32_layers=("norm",))
+    kept = dataclasses.replace(half, fp32_layers=("norm",))
+    control = PlanControl(ask, ask, state=planned(plan, measured=(half, kept)), dashboard=state_of(autocast="bf16"))
+    assert control.stale == "This was planned with other layers kept in FP32: propose a plan again"
+    say(control, use=True)
+    assert asked == []
+    assert [one.peak_bytes for one in control.points] == [57.6e6]
+    control.render(state_of(autocast="bf16", fp32_layers=("norm",), checkpointed=LAYERS))
+    assert (control.stale, control.use) == ("", "in force")
+    control.show(planned(plan_of(), measured=MEASURED))  # in fp32 they make no difference
+    control.render(state_of(fp32_layers=("norm",), checkpointed=LAYERS))
+    assert (control.stale, control.use) == ("", "in force")
 
 
 def test_where_nothing_fits_alternatives_are_offered(ask: Any, asked: list[Any], messages: Any) -> None:
@@ -396,7 +436,7 @@ def test_a_gpu_is_predicted_where_there_is_none(ask: Any, asked: list[Any], mess
     say(control, ask=True)
     assert asked == [("predict_on_cuda", {})]
     control.show(PlanState(on_cuda=Inspection(result=on_cuda(), step=3)))
-    assert control.rows[1] == ["fp32", "16", "124.8 MB", "125.8 MB", "138.4 MB"]
+    assert control.rows[1] == ["fp32", "0", "16", "124.8 MB", "125.8 MB", "138.4 MB"]
     assert (control.notes, control.caption) == (["cuBLAS", EVIL], "Predicted before step 3")
     control.render(state_of(device="cuda:0 (NVIDIA H200)"))
     assert control.gone
@@ -594,7 +634,11 @@ def test_alternatives_have_buttons_where_they_are_settings(view: View, asked: li
     assert asked == [{"autocast": "bf16", "checkpointed": LAYERS}]
     view.render(state_of(autocast="bf16", checkpointed=LAYERS))
     assert view.role("button", "In force: bf16").evaluate("one => document.activeElement === one")
-    assert view.role("button", "In force").count() == 1  # that of the layers
+    assert view.role("button", "In force").count() == 0
+    use = view.role("button", "Use these layers")  # these were chosen for another format
+    assert use.get_attribute("aria-disabled") == "true"
+    reason = view.page.locator(f"[id='{use.get_attribute('aria-describedby')}']")
+    assert reason.inner_text() == "This was planned for fp32, and bf16 is in force now: propose a plan again"
 
 
 def test_markup_stays_text(view: View) -> None:

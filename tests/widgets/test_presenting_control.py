@@ -64,3 +64,24 @@ def test_the_magic_takes_words_in_any_order(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(SettingsError, match="%amp present"):
             present_in_cell(words)
     assert aw.present() == Presenting(type_size="large", theme="high-contrast")
+
+
+def test_where_there_is_no_menu_the_choices_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    displayed: list[PresentingControl] = []
+    monkeypatch.setattr("IPython.core.display_functions.display", displayed.append)
+    for control in tuple(presenting_control._controls):  # of other tests
+        control.close()
+    aw.present(type_size="large")  # there is no page
+    assert displayed == []
+    monkeypatch.setattr("amp_widgets.kernel.in_kernel", lambda: True)
+    assert aw.present() == Presenting(type_size="large")
+    assert displayed == []
+    aw.present(theme="dark")
+    assert [shown(one) for one in displayed] == [("large", "dark")]
+    aw.present(type_size="very-large")  # the same cell again, whose output is gone
+    assert shown(displayed[-1]) == ("very-large", "dark")
+    assert set(presenting_control._controls) == {displayed[1]}
+    menu = PresentingControl()
+    aw.present(type_size="normal")
+    assert len(displayed) == 2
+    assert shown(menu) == ("normal", "dark")

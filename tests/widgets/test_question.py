@@ -52,7 +52,8 @@ def say(question: Question, **message: object) -> None:
         (100.0, 88.0, "%", "Your guess is 12 percentage points too high."),
         (80.0, 88.0, "%", "Your guess is 8.0 percentage points too low."),
         (0.0, 88.0, "%", "Your guess is 88 percentage points too low."),
-        (87.0, 88.0, "%", RIGHT), (90.0, 88.0, "%", RIGHT), (0.3, 0.0, "%", RIGHT),
+        (87.0, 88.0, "%", RIGHT), (90.0, 87.8, "%", RIGHT), (90.0, 88, "%", RIGHT), (0.3, 0.0, "%", RIGHT),
+        (93.0, 88.0, "%", "Your guess is 5.0 percentage points too high."),
         (2.6, 2.0, "%", "Your guess is 0.6 percentage points too high."),
         (5.0, 5, "steps", RIGHT), (6.0, 5, "steps", "Your guess is 1 too high."), (20.0, 25, "", "Your guess is 5 too low."),
         (1.0, 5, "steps", "Your guess is 5.0 times too low."), (3.0, 0, "", "Your guess is 3 too high."),
@@ -99,13 +100,16 @@ def test_values_as_they_are_shown(value: Any, unit: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "unit", "value"),
     [("40", "%", 40.0), (" 40 % ", "%", 40.0), ("40%", "%", 40.0), ("2^11", "", 2048.0), ("1/3", "", 1 / 3),
-     ("5 steps", "steps", 5.0), (7, "", 7.0), (np.float32(0.5), "", 0.5), ("-2", "", -2.0)],
+     ("5 steps", "steps", 5.0), (7, "", 7.0), (np.float32(0.5), "", 0.5), ("-2", "", -2.0),
+     ("25번", "steps", 25.0), ("25번", "", 25.0), ("25번쯤", "번째 스텝", 25.0), ("30퍼센트", "%", 30.0), ("0.5배", "×", 0.5),
+     ("10만", "", 100_000.0), ("10만 개", "", 100_000.0), ("2천", "", 2000.0), ("약 30", "%", 30.0), ("about 30 %", "%", 30.0),
+     ("2 gb", "GB", 2.0), ("12GB", "", 12.0), ("2 × 3", "×", 6.0), ("2^3 steps", "steps", 8.0)],
 )  # fmt: skip
 def test_guesses_as_they_are_typed(typed: Any, unit: str, value: float) -> None:
     assert read_guess(typed, unit, ()) == value
 
 
-@pytest.mark.parametrize("typed", ["about 40", "__import__('os')", EVIL, "%", None, True, [1, 2]])
+@pytest.mark.parametrize("typed", ["about", "40 MB", "40 times", "40배", "만", "__import__('os')", EVIL, "%", None, True, [1, 2]])
 def test_what_is_no_number_is_refused(typed: Any) -> None:
     with pytest.raises(QuestionError, match="a number"):
         read_guess(typed, "%", ())
@@ -556,6 +560,41 @@ def test_an_open_question_follows_the_language(monkeypatch: pytest.MonkeyPatch) 
     set_language("en")
     assert (question.text, question.guessed, answer.why, number.note) == ("Why?", "no", "So.", NO_GUESS)
     assert answer.said == "You said no; measured: yes."
+
+
+def test_the_page_gets_all_texts_of_another_language_at_once(messages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn anew when its script comes: what came later would be shown in the language before."""
+    monkeypatch.setattr("amp_widgets.language._chosen", "en")
+    question = aw.ask({"en": "Why?", "ko": "왜?"}, unit="%")
+    messages.clear()
+    set_language("ko")
+    [sent] = [one for one in messages.updates if "text" in one]
+    assert sent["text"] == "왜?"
+    assert "%" in sent["rule"]
+    assert "_esm" in sent
+    question.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule", "right", "wrong"),
+    [
+        ({}, "within 5 % of what is measured.", 104.9, 105.1),
+        ({"unit": "%"}, "within 5 % of what is measured, or within half a percentage point", 104.9, 105.1),
+        ({"unit": "%", "within": 5}, "at most 5 percentage points off", 105, 105.1),
+        ({"unit": "MB", "within": 2}, "at most 2 MB off", 102, 102.1),
+        ({"whole": True}, "exactly what is measured", 100, 101),
+        ({"whole": True, "within": 1}, "at most 1 off", 101, 102),
+    ],
+)
+def test_the_question_says_what_counts_as_right(asked: dict[str, Any], rule: str, right: float, wrong: float) -> None:
+    for measured in (100, 100.0):  # it does not depend on what it comes as
+        for guess, tone in ((right, "good"), (wrong, "warn")):
+            question = aw.ask("?", **asked)
+            assert rule in question.rule
+            question.guess(guess)
+            assert question.reveal(measured).tone == tone
+            question.close()
+    assert aw.ask("?", choices=["a", "b"]).rule == ""
 
 
 def test_markup_is_shown_as_text_where_there_is_no_widget() -> None:

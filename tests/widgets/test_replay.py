@@ -639,3 +639,11 @@ def test_a_magic_needs_one_file(words: list[str]) -> None:
 
 def test_columns_are_those_of_a_history() -> None:
     assert set(replay_course.COLUMNS) == set(COLUMNS)
+
+
+def test_who_asked_is_said_in_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_widgets.language._chosen", "ko")
+    table = EventsTable(lambda *asked, **changes: None)
+    sources = ("script", "widget", "user", "somebody")
+    table.show([Event(step=1, kind="applied", reason="x", detail={"source": source}) for source in sources], 1)
+    assert [row[3] for row in table.rows] == ["somebody", "사용자", "대시보드", "스크립트"]
