@@ -84,8 +84,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# Some wait for processes that they have started: with a third worker the two cores wait less.
 unit: $(VENV)/.dev
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/notebooks tests
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/notebooks tests
 
 # Controls in a busy cell on other ipykernels; `unit` has the pinned one. Two at a time, each with its output in one piece.
 kernels: $(VENV)/.dev

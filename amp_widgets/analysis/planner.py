@@ -120,8 +120,8 @@ _LIKELY = 1.02
 _HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
 _BATCHES, _ALTERNATIVES_S = 5, 1.5
 """Batch sizes that are tried; and when there is one that fits, no other after this time."""
-_SLOW_S = 0.4
-"""Where predicting a step takes longer, nothing is predicted that only makes an alternative better."""
+_MANY = 100
+"""With more layers, of which each prediction takes long, nothing is predicted that only makes an alternative better."""
 
 
 class Planner:
@@ -453,7 +453,7 @@ class Planner:
         half = next((name for name in _HALF if self._loop.support[name].available), None)
         in_half = None if half is None or self._loop.settings.autocast != "fp32" else self._least_in(half, least)
         found = [each for each in (in_half, batch) if each is not None]
-        if in_half is not None and batch is not None and not (in_half.fits or batch.fits or self._step_s > _SLOW_S):
+        if in_half is not None and batch is not None and not (in_half.fits or batch.fits or self._candidates > _MANY):
             begin = batch.batch_size  # the smallest that runs: of what is too large even so, no more is to be known
             both = self._smaller_batch(in_half.changes["checkpointed"], in_half.peak_bytes, half, begin)
             found += [] if both is None else [both]
@@ -462,9 +462,9 @@ class Planner:
     def _least_in(self, autocast: AutocastName, least: Layers) -> Alternative | None:
         """With the lowest peak that is found in another format: by a step in that format, or with what is least in force.
 
-        The latter alone where a prediction takes long, as it does for many layers.
+        The latter alone where there are many layers.
         """
-        if self._step_s > _SLOW_S:
+        if self._candidates > _MANY:
             peak = self._peak_of(least, autocast=autocast)
             return None if peak is None else self._alternative_in(autocast, least, peak)
         try:
