@@ -99,7 +99,8 @@ def planned(session: AmpSession, of: Any) -> Any:
 
 
 def sized(session: AmpSession, of: Any) -> Any:
-    made = session.largest_batch(batch=of, loss_fn=cross_entropy, budget_bytes=3e5, confirm=True, grid={"autocast": ["fp32"], "checkpointed": ["none", "all"]})
+    grid = {"autocast": ["fp32"], "checkpointed": ["none", "all"]}
+    made = session.largest_batch(batch=of, loss_fn=cross_entropy, budget_bytes=3e5, grid=grid, confirm=True)
     assert all(row.size for row in made)
     return [(row.label, row.size, row.found.predicted_peak_bytes, row.confirmed.peak_bytes, row.why_not) for row in made]
 
