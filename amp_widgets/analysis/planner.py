@@ -121,7 +121,7 @@ _HALF: tuple[AutocastName, ...] = ("bf16", "fp16")
 _BATCHES, _ALTERNATIVES_S = 5, 1.5
 """Batch sizes that are tried; and when there is one that fits, no other after this time."""
 _MANY = 100
-"""With more layers, of which each prediction takes long, nothing is predicted that only makes an alternative better."""
+"""With more layers, each prediction takes long: nothing is done that only makes a time or an alternative better."""
 
 
 class Planner:
@@ -220,7 +220,8 @@ class Planner:
         self._learn_peaks()
         everything = all_layers(layers)
         self._timer = LayerTimer(loop, self._batch, self._loss_fn, verb="plan", together=everything, check=self._check)
-        self._time(limit_s=max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0), longest_s=_TIMED_TWICE_S)
+        longest_s = 0.0 if self._candidates > _MANY else _TIMED_TWICE_S
+        self._time(limit_s=max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0), longest_s=longest_s)
         parts = [name for name in everything if name in self._model.names]
         root = max(2, math.ceil(math.sqrt(len(parts))))
         self._named: dict[str, Layers] = {
@@ -244,7 +245,8 @@ class Planner:
         All by the same factor, so that what was chosen as the cheapest still is.
         """
         passed_s = time.perf_counter() - self._begun_s
-        if self._timer.passes >= _ENOUGH_PASSES or passed_s + self._timer.round_s > _WHOLE_S:
+        too_late = passed_s + self._timer.round_s > _WHOLE_S
+        if too_late or self._timer.passes >= _ENOUGH_PASSES or self._candidates > _MANY:
             return
         self._timer.time(limit_s=0.0)
         self._timed_s += self._timer.round_s
