@@ -7,8 +7,9 @@ other, and of each such row the first does not count.
 Layers that are alike, in what they are made of and in the shapes that they get and give, take the same time: each gets that of
 all of them. A choice among layers whose times differ by chance alone would take those that were timed too short.
 
-What else a machine does makes a pass longer, never shorter, and does so for seconds on end. So passes that took much longer than
-the fastest of their kind do not count, and who times again later, with the same `LayerTimer`, has all of them to choose from.
+What else a machine does changes its pace, by half and more, for seconds on end. What is computed again in a pass and the rest
+of that pass have the same pace: so times are taken as shares of that rest, which is what a pass takes with no layer checkpointed,
+and become seconds by the median of all of them. Who times again later, with the same `LayerTimer`, has all earlier passes, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -98,8 +98,8 @@ class ExtraTimes:
 class LayerTimer:
     """Times layers in some real forward and backward passes; model, optimizers and random states are as before afterwards.
 
-    What is computed again with `together` checkpointed is timed where it is, in the backward pass. The pairs of whole passes,
-    with and without, have the last word where most of them agree that it comes to more, or to less, than that.
+    What is computed again with `together` checkpointed is timed where it is, in the backward pass. What it comes to in all is
+    corrected by what whole passes with and without take, as far as these agree with each other.
 
     Parameters
     ----------
@@ -145,8 +145,9 @@ class LayerTimer:
 
     @property
     def pass_s(self) -> float:
-        """The fastest pass with no layer checkpointed, where there is memory for that."""
-        return min(plain.whole_s() for plain, _ in self._pairs)
+        """What a pass takes with no layer checkpointed: the median, without those that took much longer than the fastest."""
+        rests_s = [one.rest_s() for pair in self._pairs for one in pair]
+        return statistics.median(rest_s for rest_s in rests_s if rest_s <= _DISTURBED * min(rests_s))
 
     def time(self, *, limit_s: float = 1.0, longest_s: float = 0.0) -> ExtraTimes:
         """Time them, once more if they were timed before; all counts together.
@@ -178,14 +179,14 @@ class LayerTimer:
         return self._times()
 
     def _times(self) -> ExtraTimes:
-        loop, together, kinds = self._loop, self._together, self._kinds
-        pairs = _undisturbed(self._pairs)
-        counted = [plain.calls.seconds() for plain, _ in pairs]
+        loop, together, kinds, pairs, pass_s = self._loop, self._together, self._kinds, self._pairs, self.pass_s
+        counted = [plain.calls.seconds(pass_s / plain.rest_s()) for plain, _ in pairs]
         names = dict.fromkeys(name for one in counted for name in one)
         broken_off = {name for _, other in pairs for name in other.again.broken_off}
         forward_s = _same_for_alike(counted, kinds)
         again_s = _same_for_alike(
-            [other.again.seconds() for _, other in pairs], {name: (kind, name in broken_off) for name, kind in kinds.items()}
+            [other.again.seconds(pass_s / other.rest_s()) for _, other in pairs],
+            {name: (kind, name in broken_off) for name, kind in kinds.items()},
         )
         in_full = again_s.keys() & forward_s.keys() - broken_off
         whole_s = sum(forward_s[name] for name in in_full)
@@ -197,22 +198,13 @@ class LayerTimer:
             call_s=call_s,
             again_s=again_s,
             slower=sum(again_s[name] for name in in_full) / whole_s if whole_s > 0 else 1.0,
-            together_s=_together_s(pairs, call_s) if together else math.nan,
+            together_s=_together_s(pairs, call_s, pass_s) if together else math.nan,
             together=together,
             obtained=(
                 f"layers timed on {loop.device} where they are computed again, or else in the forward pass, median of "
                 f"{len(counted)} real pass{'es' * (len(counted) > 1)}, plus {1e3 * call_s:.2f} ms for each call"
             ),
         )
-
-
-def _undisturbed(pairs: Sequence[tuple[_Pass, _Pass]]) -> list[tuple[_Pass, _Pass]]:
-    """The pairs of which neither pass took much longer than the fastest of its kind; else the pair that took least."""
-    fastest_s = min(plain.whole_s() for plain, _ in pairs), min(other.whole_s() for _, other in pairs)
-    found = [
-        pair for pair in pairs if all(one.whole_s() <= _DISTURBED * least_s for one, least_s in zip(pair, fastest_s, strict=True))
-    ]
-    return found or [min(pairs, key=lambda pair: pair[0].whole_s() + pair[1].whole_s())]
 
 
 def _same_for_alike(passes: Sequence[Mapping[str, Sequence[float]]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
@@ -224,27 +216,37 @@ def _same_for_alike(passes: Sequence[Mapping[str, Sequence[float]]], kinds: Mapp
     return {name: statistics.median(of_kind[kinds.get(name, name)]) for name in names}
 
 
-def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float) -> float:
-    """What passes with some layers checkpointed take more: what these compute again, as far as the pairs do not contradict."""
-    again_s = statistics.median(other.again_s() + len(other.recomputes) * call_s for _, other in pairs)
-    more_s = [other.whole_s() - plain.whole_s() for plain, other in pairs if plain is not other]
+def _together_s(pairs: Sequence[tuple[_Pass, _Pass]], call_s: float, pass_s: float) -> float:
+    """What passes with some layers checkpointed take more: what they compute again, and what the pairs differ by.
+
+    Each counts by how sure it is, by the inverse of its variance. The pairs say what is asked for, with the noise of whole
+    passes; what is computed again is nearly free of it, but misses what else changes: a step that holds less gets its memory
+    faster, and the caches are in another state.
+    """
+    again_s = statistics.median(pass_s * other.again_s() / other.rest_s() + len(other.recomputes) * call_s for _, other in pairs)
+    more_s = [pass_s * (other.whole_s() / plain.whole_s() - 1) for plain, other in pairs if plain is not other]
     if not more_s:
         return again_s or math.nan
     if again_s <= 0:
         return statistics.median(more_s)
-    if len(more_s) < _CONTRADICT:
+    count = len(more_s)
+    if count < _SAYING:
         return again_s
-    low, high = np.quantile(more_s, (0.25, 0.75)).tolist()
-    return float(min(max(again_s, low), high))
+    missed_s2 = (_MISSED * again_s) ** 2
+    error_s2 = statistics.variance(more_s) / count * (count - 1) / (count - 3)  # of Student's t, as the variance is not known
+    weight = missed_s2 / (missed_s2 + error_s2)
+    return again_s + weight * (statistics.median(more_s) - again_s)
 
 
 _MOST_ROUNDS = 6
 _IN_A_ROW = 2
 """Passes of a kind that count, one after the other, as long as there is time."""
-_CONTRADICT = 4
-"""Fewer pairs differ by what else the machine did."""
-_DISTURBED = 1.25
-"""A pass that took more than so many times the fastest one had to share the machine."""
+_SAYING = 4
+"""Of fewer pairs it cannot be told how sure they are."""
+_MISSED = 0.2
+"""What is computed again misses about so much of what a step takes more: a fifth, in both directions, on GPTs and ResNets."""
+_DISTURBED = 2.0
+"""A pass that took more than so many times the fastest one is not what passes take."""
 _REPETITIONS = 12
 _LEAST_FACTOR = 0.05
 """On a machine that is busy with something else, passes that do more may take less time; what costs nothing would be chosen."""
@@ -268,6 +270,10 @@ class _Pass:
         """Seconds of all calls of checkpointed layers that were computed again."""
         return sum(_seconds(*call) for call in self.recomputes)
 
+    def rest_s(self) -> float:
+        """Of both passes, without what was computed again: about what they take with no layer checkpointed."""
+        return self.whole_s() - self.again_s()
+
 
 class _Calls:
     """The beginning and the end of each call of each layer, as moments."""
@@ -281,9 +287,9 @@ class _Calls:
         """One more."""
         self._moments.setdefault(name, []).append((begun, ended))
 
-    def seconds(self) -> dict[str, list[float]]:
-        """Of each call of each layer."""
-        return {name: [_seconds(*call) for call in calls] for name, calls in self._moments.items()}
+    def seconds(self, pace: float) -> dict[str, list[float]]:
+        """Of each call of each layer, times `pace`."""
+        return {name: [pace * _seconds(*call) for call in calls] for name, calls in self._moments.items()}
 
 
 class _Passes:

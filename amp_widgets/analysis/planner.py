@@ -106,7 +106,7 @@ _CURVE = (0.05, 0.12, 0.2, 0.3, 0.42, 0.55, 0.7, 0.85)
 """Budgets of the curve, as shares of the way from the least peak to that with no layer checkpointed."""
 _SEARCH_S, _LEAST_S, _CURVE_S = 1.0, 1.0, 0.1
 """For one choice."""
-_TIMED_UNTIL_S = 1.5
+_TIMED_UNTIL_S, _MANY_TIMED_UNTIL_S = 1.5, 1.0
 """So long after the beginning, layers are timed. With many layers each prediction takes long, and there is less time for it."""
 _TIMED_TWICE_S = 6.0
 """Where steps take long, they are timed for so long: a machine that does something else may do so for seconds."""
@@ -220,8 +220,8 @@ class Planner:
         self._learn_peaks()
         everything = all_layers(layers)
         self._timer = LayerTimer(loop, self._batch, self._loss_fn, verb="plan", together=everything, check=self._check)
-        longest_s = 0.0 if self._candidates > _MANY else _TIMED_TWICE_S
-        self._time(limit_s=max(self._begun_s + _TIMED_UNTIL_S - time.perf_counter(), 0.0), longest_s=longest_s)
+        until_s, longest_s = (_MANY_TIMED_UNTIL_S, 0.0) if self._candidates > _MANY else (_TIMED_UNTIL_S, _TIMED_TWICE_S)
+        self._time(limit_s=max(self._begun_s + until_s - time.perf_counter(), 0.0), longest_s=longest_s)
         parts = [name for name in everything if name in self._model.names]
         root = max(2, math.ceil(math.sqrt(len(parts))))
         self._named: dict[str, Layers] = {
@@ -394,6 +394,8 @@ class Planner:
         # Where estimates are too high, some layer may not be needed.
         excess = self._peaks[best] - self._estimate(best)
         for name in sorted(best, key=lambda name: -self._cost_s([name])):
+            if self._candidates > _MANY and time.perf_counter() - self._begun_s + self._step_s > _PREDICTING_S:
+                break
             rest = tuple(other for other in best if other != name)
             if self._estimate(rest) + min(0.0, excess) <= self._budget:
                 best = self._better(best, rest)

@@ -5,11 +5,12 @@ greedily by bytes per second that also fits. The extra time that was predicted a
 100 ms. How long it takes to plan for a model with about 150 layers to choose from. It never fails on a time, and on a busy
 machine the times say little.
 
-The extra time is measured as a run has it: steps of one way follow each other in a row, of which the first ones do not count, as
-they ask the operating system for pages that the way before has given back. The rows of all ways take turns. What another program
-does makes steps longer, now and then several times as long and for seconds, and never shorter: so the lower quartiles of all
-steps of two ways are compared. The standard error is that over the rounds, by resampling: where the prediction is off by more
-than 25 %, but by less than two of these errors, it cannot be told from noise.
+The extra time is measured as a run has it: steps of one way follow each other in a row, of which the first one does not count, as
+it asks the operating system for pages that the way before has given back. The rows of all ways take turns. Where a machine is
+shared, its pace changes by half and more, for seconds on end: so what a row takes more is taken as a share of the row without
+checkpointing in the same round, and compared with the predicted share of a pass. The milliseconds are those of the pass in the
+prediction. Measured is the median over all rounds, and its standard error is found by resampling them: where the prediction is
+off by more than 25 %, but by less than two of these errors, it cannot be told from noise.
 """
 
 from __future__ import annotations
@@ -127,19 +128,21 @@ class ResNet(nn.Module):
 
 
 def step_s(session: AmpSession, batch: Batch, loss_fn: Any) -> float:
+    """Run a step; gives the time of its forward and its backward pass."""
     model, (optimizer,) = session.model, session.optimizers
     assert model is not None
-    begun_s = time.perf_counter()
     optimizer.zero_grad()
+    begun_s = time.perf_counter()
     with session.autocast():
         loss = loss_fn(model(batch[0]), batch[1])
     session.scaler.scale(loss).backward()
+    passes_s = time.perf_counter() - begun_s
     session.scaler.step(optimizer)
     session.scaler.update()
-    return time.perf_counter() - begun_s
+    return passes_s
 
 
-NOT_COUNTED, IN_A_ROW = 2, 6
+NOT_COUNTED, IN_A_ROW = 1, 3
 """Steps at the beginning of a row, and those after them."""
 MOST_OFF = 0.25
 """By how much of what was measured a prediction may be off."""
@@ -153,16 +156,11 @@ def row_s(session: AmpSession, batch: Batch, loss_fn: Any, layers: tuple[str, ..
     return row[NOT_COUNTED:]
 
 
-def more_s(plain: Rows, other: Rows) -> tuple[float, float]:
-    """What the steps of these rows take more, and its standard error."""
-
-    def quartile_s(rows: Rows) -> float:
-        return float(np.quantile(rows, 0.25))
-
-    generator = np.random.default_rng(0)
-    drawn = [generator.integers(len(plain), size=len(plain)) for _ in range(1000)]
-    differences = [quartile_s(other[rounds]) - quartile_s(plain[rounds]) for rounds in drawn]
-    return quartile_s(other) - quartile_s(plain), float(np.std(differences))
+def more(plain: Rows, other: Rows) -> tuple[float, float]:
+    """By which share of these rows those take longer, and its standard error."""
+    shares = np.median(other, axis=1) / np.median(plain, axis=1) - 1
+    drawn = np.random.default_rng(0).choice(shares, size=(1000, len(shares)))
+    return float(np.median(shares)), float(np.median(drawn, axis=1).std())
 
 
 def verdict(predicted_s: float, measured_s: float, error_s: float) -> str:
@@ -175,7 +173,7 @@ def verdict(predicted_s: float, measured_s: float, error_s: float) -> str:
 def times_table(rounds: int) -> None:
     if rounds < 2:
         raise SystemExit(f"rounds: got {rounds}, expected at least 2: of one the error is not known")
-    print(f"\n{'net':9} {'step':>8} {'budget':>9} {'layers':>6} {'predicted':>9} {'measured':>19} {'ratio':>6}")
+    print(f"\n{'net':9} {'pass':>8} {'budget':>9} {'layers':>6} {'predicted':>9} {'measured':>19} {'ratio':>6}")
     tokens = torch.randint(256, (16, 128))
     cases: dict[str, tuple[nn.Module, Batch, Any]] = {
         "GPT": (TextGPT(depth=6), (tokens, tokens), next_byte_loss),
@@ -186,15 +184,17 @@ def times_table(rounds: int) -> None:
         with session, planning(session, batch, loss_fn) as planner:
             step_s(session, batch, loss_fn)
             none, least = planner.plan(1e15).predicted_peak_bytes, planner.plan(1.0).least_peak_bytes
-            plans = [planner.plan(least + share * (none - least)) for share in (0.0, 0.3, 0.6)]
+            plans, passes_s = [], []
+            for share in (0.0, 0.3, 0.6):
+                plans.append(planner.plan(least + share * (none - least)))
+                passes_s.append(planner._pass_s)
             ways: list[tuple[str, ...]] = [(), *(each.layers for each in plans)]
             taken_s = np.array([[row_s(session, batch, loss_fn, layers) for layers in ways] for _ in range(rounds)])
-            plain_s = float(np.median(taken_s[:, 0]))
-            for way, found in enumerate(plans, 1):
-                measured_s, error_s = more_s(taken_s[:, 0], taken_s[:, way])
+            for way, (found, pass_s) in enumerate(zip(plans, passes_s, strict=True), 1):
+                measured_s, error_s = (pass_s * share for share in more(taken_s[:, 0], taken_s[:, way]))
                 predicted_s = found.predicted_extra_s
                 print(
-                    f"{name:9} {1e3 * plain_s:5.0f} ms {memory_text(found.budget_bytes):>9} {len(found.layers):6} "
+                    f"{name:9} {1e3 * pass_s:5.0f} ms {memory_text(found.budget_bytes):>9} {len(found.layers):6} "
                     f"{1e3 * predicted_s:6.1f} ms {1e3 * measured_s:6.1f} ± {1e3 * error_s:4.1f} ms "
                     f"{predicted_s / measured_s:6.2f}  {verdict(predicted_s, measured_s, error_s)}"
                 )
@@ -216,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all of them without")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=24)
     options = parser.parse_args()
     tables = options.tables or list(TABLES)
     if not set(tables) <= set(TABLES):
