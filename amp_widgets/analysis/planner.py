@@ -376,7 +376,7 @@ class Planner:
     def _least(self) -> Layers:
         """About the set with the lowest peak: that of the sets that were predicted, with the one that is lowest by estimate."""
         self._peak(self._least_by_estimate())
-        for names in self._named.values():
+        for names in self._named.values() if self._candidates <= _MANY else ():
             if self._estimate(names) <= _LIKELY * min(self._peaks.values()):
                 self._peak(names)
         return min(self._peaks, key=lambda each: (self._peaks[each], self._cost_s(each)))
@@ -502,9 +502,12 @@ class Planner:
             return None
         begun_s = time.perf_counter()
         peaks: dict[int, float] = {size: whole_bytes}
-        trying = begin or size // 2
+        trying = begin or (size // 2 if self._candidates <= _MANY else 1)  # where that does not fit, nothing else need be tried
         for _ in range(_BATCHES):
             peak = self._peak_of(layers, batch_size=trying, autocast=autocast)
+            if peak is None and trying == 1 < size // 2 and len(peaks) == 1:
+                trying = size // 2
+                continue
             if peak is None:
                 break
             peaks[trying] = peak

@@ -231,6 +231,34 @@ def test_what_does_not_fit_names_the_least_and_what_else_would_help(mlp: Bench) 
     assert "bf16: " in str(found)
 
 
+@pytest.mark.parametrize("normalized", [False, True], ids=["batch of 1", "which cannot be run"])
+def test_with_many_layers_the_smallest_batch_is_tried_first(normalized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prediction takes long then, and where a batch of 1 does not fit, nothing else need be tried."""
+    tried: list[int] = []
+    peak_of = Planner._peak_of
+
+    def noted(self: Planner, layers: Any, *, batch_size: int | None = None, **other: Any) -> float | None:
+        if batch_size is not None:
+            tried.append(batch_size)
+        return peak_of(self, layers, batch_size=batch_size, **other)
+
+    monkeypatch.setattr(Planner, "_peak_of", noted)
+    monkeypatch.setattr(planner, "_MANY", 0)
+    monkeypatch.setattr(planner, "_ALTERNATIVES_S", math.inf)
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(64) if normalized else nn.LayerNorm(64) for _ in range(4)]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), norm, nn.GELU()) for norm in norms), nn.Linear(64, 4))
+    with Bench(model, (torch.randn(96, 64), torch.randint(4, (96,)))) as bench, bench.planning() as planned:
+        least = planned.plan(1.0)
+        assert tried[:2] == ([1, 48] if normalized else [1])
+        tried.clear()
+        smaller = next(each for each in planned.plan(0.9 * least.least_peak_bytes).alternatives if each.batch_size)
+    assert smaller.fits
+    assert smaller.batch_size is not None
+    assert 1 < smaller.batch_size < 96
+    assert tried[0] == 1
+
+
 class Wide(nn.Module):
     """Of a few rows each of which is large; blocks in blocks, which need other layers in each format for the lowest peak."""
 
