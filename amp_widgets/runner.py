@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_widgets.core.batch_tree import batch_leaves, first_dimension, mapping_like
 from amp_widgets.core.batches import NO_MORE, BatchStream, lasts
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.model_call import call_model
@@ -430,7 +431,7 @@ class Runner:
                     self._stream, self._other_stream = self._other_stream, None
                     continue
                 inputs, targets = _moved(batch, device)
-                self.samples = _samples(inputs)
+                self.samples = _samples(inputs, targets)
                 self._one_step(training, inputs, targets)
         finally:
             self._stream = None
@@ -665,31 +666,22 @@ def _to(value: Any, device: torch.device) -> Any:
         moved = move(device)
         return value if moved is None else moved
     if isinstance(value, Mapping):
-        return _mapping_like(value, {key: _to(item, device) for key, item in value.items()})
+        return mapping_like(value, {key: _to(item, device) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
         return _sequence_like(value, [_to(item, device) for item in value])
     return value
-
-
-def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    make: Any = type(like)
-    try:
-        made: Mapping[Any, Any] = make(items)
-    except TypeError:  # made from something else, as a defaultdict is
-        if not isinstance(like, dict):
-            return items
-        copied = copy.copy(like)
-        copied.update(items)
-        return copied
-    return made
 
 
 def _sequence_like(like: Any, items: list[Any]) -> Any:
     return type(like)._make(items) if hasattr(like, "_fields") else type(like)(items)
 
 
-def _samples(inputs: Any) -> int:
-    return len(inputs) if isinstance(inputs, torch.Tensor) and inputs.dim() > 0 else 0
+def _samples(inputs: Any, targets: Any) -> int:
+    """In this batch; 0 where that is not known."""
+    if isinstance(inputs, torch.Tensor):
+        return len(inputs) if inputs.dim() > 0 else 0
+    length = first_dimension(batch_leaves(inputs))
+    return length if length and length == first_dimension(batch_leaves(targets)) else 0
 
 
 def _without_frames(error: BaseException, text: str) -> BaseException:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from amp_widgets.analysis.fake_model import first_dimension, is_batched
 from amp_widgets.analysis.fake_step import NOT_COUNTED, PREDICTED, FakeSteps, PredictedStep, TooLargeError, settings_with
 from amp_widgets.analysis.real_step import free_memory_bytes, real_step
 from amp_widgets.analysis.stoppable import CancelledError
@@ -22,6 +20,7 @@ from amp_widgets.analysis.trial import (
     check_not_compiled,
     check_one_model,
 )
+from amp_widgets.core.batch_tree import batch_leaves, first_dimension, is_batched
 from amp_widgets.core.deaths import out_of_memory_in
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.budget import MemoryBudgetError, checked_budget, told_apart
@@ -264,13 +263,13 @@ def confirm(
     check_one_model(model, verb)
     check_not_compiled(loop, loss_fn, verb, NOT_COUNTED)
     check_hooks(model, verb)
-    length = first_dimension(pytree.tree_leaves(pair))
+    length = first_dimension(batch_leaves(pair))
     if length is None or type(batch_size) is not int or batch_size < 1:
         raise SettingsError(f"batch_size: got {batch_size!r}, expected a whole number, at least 1, and a batch that has a size")
     settings = settings_with(loop, model, autocast=autocast, checkpointed=checkpointed, fp32_layers=fp32_layers)
     limit_bytes = _limit(loop, budget_bytes)
     profile, because = None, None
-    nbytes = sum(leaf.nbytes for leaf in pytree.tree_leaves(pair) if is_batched(leaf, length))
+    nbytes = sum(leaf.nbytes for leaf in batch_leaves(pair) if is_batched(leaf, length))
     if nbytes / length * batch_size > limit_bytes:
         alone, limit = told_apart(nbytes / length * batch_size, limit_bytes)
         because = f"the batch alone takes {alone}, of {limit}"

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_widgets.analysis.comparison import Comparison, Progress, Row
@@ -35,6 +34,7 @@ from amp_widgets.analysis.trial import (
     loss_scale,
     region,
 )
+from amp_widgets.core.batch_tree import batch_leaves
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.deaths import out_of_memory_in
 from amp_widgets.core.fp32_layers import Fp32Layers
@@ -644,7 +644,7 @@ def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in batch_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _batch_size(batch: tuple[Any, Any]) -> int | None:

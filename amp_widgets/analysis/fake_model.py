@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_widgets.analysis.fake_kernels import FakeKernels, UnfakeableError
 from amp_widgets.analysis.fake_numbers import KnownNumbers
+from amp_widgets.core.batch_tree import batch_leaves, first_dimension, is_batched, map_batch
 from amp_widgets.core.layers import inner_model
 from amp_widgets.core.memory.compiled import is_compiled
 
@@ -97,8 +98,7 @@ class FakeTraining:
         size
             The first dimension of every tensor and array in it that is as long there as the first of them; as it is without.
         """
-        leaves, spec = pytree.tree_flatten(batch)
-        length = first_dimension(leaves)
+        length = first_dimension(batch_leaves(batch))
 
         def faked(leaf: Any) -> Any:
             resized = size is not None and is_batched(leaf, length)
@@ -117,7 +117,7 @@ class FakeTraining:
             return made.requires_grad_(leaf.requires_grad)
 
         with torch.inference_mode(False), torch.no_grad():
-            return pytree.tree_unflatten([faked(leaf) for leaf in leaves], spec)
+            return map_batch(faked, batch)
 
 
 class FakeScaler(torch.amp.GradScaler):
@@ -125,16 +125,6 @@ class FakeScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
-
-
-def first_dimension(leaves: Iterable[Any]) -> int | None:
-    """How long the first tensor or array in a batch that has a dimension is in the first one: the batch size."""
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0), None)
-
-
-def is_batched(leaf: Any, length: int | None) -> bool:
-    """Whether a tensor or array in a batch of this length has its first dimension over the examples."""
-    return isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0 and len(leaf) == length
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_kernels import UnfakeableError
-from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining, first_dimension
+from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining
 from amp_widgets.analysis.held_interrupt import interrupts_held, raise_lost_interrupt
 from amp_widgets.analysis.real_step import free_memory_bytes, real_step
 from amp_widgets.analysis.snapshot import Snapshot
@@ -32,6 +31,7 @@ from amp_widgets.analysis.trial import (
     check_one_model,
     region,
 )
+from amp_widgets.core.batch_tree import batch_leaves, first_dimension
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
@@ -182,7 +182,7 @@ class FakeSteps:
         self._loop = loop
         self._model: nn.Module | None = model
         self._loss_fn: Callable[[Any, Any], torch.Tensor] | None = loss_fn
-        self._length = first_dimension(pytree.tree_leaves(self._batch))
+        self._length = first_dimension(batch_leaves(self._batch))
         self._training: FakeTraining | None = None
         self._learned: set[str] = set()  # checkpointed layers whose first call is over
         self.because: str | None = None

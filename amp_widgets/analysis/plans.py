@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.fake_step import FakeSteps
 from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.planner import Planner
+from amp_widgets.core.batch_tree import batch_form, batch_leaves
 from amp_widgets.core.loop import LiveLoop
 
 
@@ -76,15 +76,14 @@ def _signature(loop: LiveLoop, batch: Any, loss_fn: Callable[..., Any]) -> Hasha
     model = loop.model
     if model is None:
         return None
-    leaves, form = pytree.tree_flatten(batch)
-    parts = tuple(map(_form_of, leaves))
+    parts = tuple(map(_form_of, batch_leaves(batch)))
     weights = tuple((tuple(one.shape), one.dtype, one.requires_grad) for one in model.parameters())
     modes = tuple((name, id(part), part.training) for name, part in model.named_modules())
-    return id(model), parts, str(form), weights, modes, loss_fn, tuple(map(id, loop.optimizers)), loop.device
+    return id(model), parts, batch_form(batch), weights, modes, loss_fn, tuple(map(id, loop.optimizers)), loop.device
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in batch_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _form_of(leaf: Any) -> Hashable:

@@ -74,10 +74,7 @@ class Findings(tuple[Finding, ...]):
     def _repr_html_(self) -> str:
         if not self:
             return f"<div>{html.escape(repr(self))}</div>"
-        rows = [
-            (finding.how_grave, finding.title, _shown(finding.where), finding.text, finding.cure)
-            for finding in self
-        ]
+        rows = [(finding.how_grave, finding.title, _shown(finding.where), finding.text, finding.cure) for finding in self]
         return table_html(told([_HEADINGS, *rows], sentences=(1, 3, 4)), words=range(5))
 
 

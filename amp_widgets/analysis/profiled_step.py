@@ -156,8 +156,7 @@ def _with_times_of_their_kind(layers: Sequence[LayerProfile]) -> list[LayerProfi
     for layer in layers:
         alike.setdefault(_kind(layer), []).append(layer)
     medians = {
-        kind: {name: statistics.median(getattr(layer, name) for layer in same) for name in _TIMES}
-        for kind, same in alike.items()
+        kind: {name: statistics.median(getattr(layer, name) for layer in same) for name in _TIMES} for kind, same in alike.items()
     }
     return [dataclasses.replace(layer, **medians[_kind(layer)]) for layer in layers]
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from amp_widgets.analysis.fake_model import first_dimension, is_batched, memory_order
+from amp_widgets.analysis.fake_model import memory_order
 from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_interrupt
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
 from amp_widgets.analysis.trial import copy_of_batch, region
+from amp_widgets.core.batch_tree import batch_leaves, first_dimension, is_batched, map_batch
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
@@ -101,7 +101,7 @@ def real_step(
 
 def real_batch(batch: Any, device: torch.device, size: int | None) -> tuple[Any, Any]:
     """A copy of a batch, with `size` rows: the first ones, or all and then the first ones again."""
-    length = first_dimension(pytree.tree_leaves(batch))
+    length = first_dimension(batch_leaves(batch))
     if size is None or length is None or size == length:
         return copy_of_batch(batch, device)
 
@@ -117,7 +117,7 @@ def real_batch(batch: Any, device: torch.device, size: int | None) -> tuple[Any,
         return taken.requires_grad_(leaf.requires_grad)
 
     with torch.inference_mode(False), torch.no_grad():
-        rows = pytree.tree_map(rows_of, batch)
+        rows = map_batch(rows_of, batch)
     return copy_of_batch(rows, device)
 
 

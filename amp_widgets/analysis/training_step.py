@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.trial import check_loss, region
+from amp_widgets.core.batch_tree import batch_leaves
 from amp_widgets.core.model_call import call_model
 from amp_widgets.core.settings import Settings
 from amp_widgets.errors import RunError
@@ -81,7 +81,7 @@ class TrainingStep:
         """
         if self._given is None:
             self._scaler = self._new_scaler()  # within the step, so that its tensors count as those of the run's scaler do
-        for leaf in pytree.tree_leaves((inputs, targets)):
+        for leaf in batch_leaves((inputs, targets)):
             if isinstance(leaf, torch.Tensor):
                 leaf.detach()  # so that it is seen, and counted, from the beginning, as in a run that has had the batch before
         loss = None  # alive to the end, as in most loops

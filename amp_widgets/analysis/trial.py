@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_interrupt
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.core.autocast import autocast_context
+from amp_widgets.core.batch_tree import map_batch
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.layers import inner_model
 from amp_widgets.core.loop import LiveLoop
@@ -314,7 +314,7 @@ def copy_of_batch(batch: tuple[Any, Any], device: torch.device, dtype: torch.dty
     Parameters
     ----------
     batch
-        Its tensors and arrays are copied, also those in lists, tuples, dicts and what else torch's pytrees know.
+        Its tensors and arrays are copied, also those in lists, tuples, dicts and what else `amp_widgets.core.batch_tree` knows.
     device
         Where the copies of tensors are put.
     dtype
@@ -330,7 +330,7 @@ def copy_of_batch(batch: tuple[Any, Any], device: torch.device, dtype: torch.dty
         return leaf.detach().to(device=device, dtype=wanted, copy=True).requires_grad_(leaf.requires_grad)
 
     with torch.inference_mode(False):
-        inputs, targets = pytree.tree_map(copy_of, batch)
+        inputs, targets = map_batch(copy_of, batch)
     return inputs, targets
 
 

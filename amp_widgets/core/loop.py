@@ -914,9 +914,7 @@ class LiveLoop:
         with self._step_lock:
             step = self._open
             if step is not None:
-                step.thread = (
-                    threading.get_ident()
-                )  # another thread's forward pass may have begun it, and must not end it too
+                step.thread = threading.get_ident()  # another thread's forward pass may have begun it, and must not end it too
             completes = self._optimizer_steps.completes(optimizer, in_progress=step is not None)
         if completes:
             self._complete()

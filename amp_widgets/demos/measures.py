@@ -183,9 +183,7 @@ def fastest(session: AmpSession, scenario: Scenario) -> Measured:
         rounds_s.setdefault(name, []).append(float(np.median(rows["step_s"][begin + WARM_UP_STEPS : end])))
     first = min(rounds_s, key=lambda name: float(np.median(rounds_s[name])))
     others = [medians_s for name, medians_s in rounds_s.items() if name != first]
-    clear = all(
-        other >= FASTER_BY * own for medians_s in others for own, other in zip(rounds_s[first], medians_s, strict=True)
-    )
+    clear = all(other >= FASTER_BY * own for medians_s in others for own, other in zip(rounds_s[first], medians_s, strict=True))
     facts = {f"{name}_times": ", ".join(map(seconds_text, medians_s)) for name, medians_s in rounds_s.items()}
     return Measured(value=first if clear else "none", facts=facts | {"device": session.dashboard_state().device})
 

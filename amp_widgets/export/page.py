@@ -81,12 +81,7 @@ class Page:
         """A table; `numbers` are the columns that are aligned right. With `folded` it is behind that word until it is opened."""
         side = [" class=number" if i in numbers else "" for i in range(len(columns))]
         head = "".join(f"<th scope=col{kind}>{_said(name)}</th>" for name, kind in zip(columns, side, strict=True))
-        cells = (
-            "".join(
-                f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, side, strict=True)
-            )
-            for row in rows
-        )
+        cells = ("".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, side, strict=True)) for row in rows)
         body = "".join(f"<tr>{row}</tr>\n" for row in cells)
         found = f"<div class=table><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
         if folded is not None:
@@ -199,6 +194,8 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
+
+
 def _switch() -> str:
     """Buttons for the colours of the page; its script shows them."""
     names = {"auto": say("auto"), "light": say("light"), "dark": say("dark"), "high-contrast": say("high contrast")}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,16 @@ class Net(nn.Module):
 
 
 def one_argument(self: Any, batch: Any) -> Tensor:
-    logits: Tensor = self.logits(**batch) if isinstance(batch, dict) else self.logits(*batch)
+    logits: Tensor = self.logits(**batch) if isinstance(batch, Mapping) else self.logits(*batch)
     return logits
 
 
 Reference: type[nn.Module] = type("Net", (Net,), {"forward": one_argument})
 """The same, wrapped by hand."""
+
+
+class Encoding(collections.UserDict[str, Tensor]):
+    """What tokenizers give is such a mapping: no dict, and unknown to torch's pytrees."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +64,8 @@ def batch(form: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     ids, targets = torch.randint(12, (32, 10), generator=generator), torch.randint(4, (32,), generator=generator)
     mask = (torch.rand(32, 10, generator=generator) > 0.3).float()
-    inputs: dict[str, Any] = {"dict": {"mask": mask, "ids": ids}, "tuple": (ids, mask)}
+    named = {"mask": mask, "ids": ids}
+    inputs: dict[str, Any] = {"dict": named, "tuple": (ids, mask), "mapping": Encoding(named)}
     return inputs[form], targets
 
 
@@ -143,7 +149,7 @@ PLACES: list[Made] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["dict", "tuple"])
+@pytest.mark.parametrize("form", ["dict", "tuple", "mapping"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_it_is_as_with_one_argument(place: Made, form: str) -> None:
     made, weights = [], []
