@@ -442,6 +442,9 @@ class FakeBar:
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
         self.postfix = text
 
+    def reset(self, total: int) -> None:
+        self.total = total
+
     def refresh(self) -> None:
         self.drawn.append((self.n, self.total, self.desc, self.postfix))
 
@@ -471,6 +474,29 @@ def test_the_bar_shows_steps_what_is_done_and_the_time_left_now_and_then(monkeyp
     assert shown.closed
     assert shown.options["leave"] is False
     bar.show(Progress(done=9, total=9, seconds_left=0.0, doing=doing))  # is over
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["the last step was not drawn", "interrupted"])
+def test_no_bar_stays_in_a_notebook(error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tqdm.auto
+    import tqdm.notebook
+
+    made: list[Any] = []
+
+    class Bar(tqdm.notebook.tqdm):  # type: ignore[type-arg, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, display=False, **options)
+            made.append(self)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    with contextlib.suppress(KeyboardInterrupt), ProgressBar() as bar:
+        bar.show(Progress(done=2, total=3, seconds_left=1.0, doing="fp32/none"))
+        assert (made[0].container.children[1].value, made[0].container.children[1].max) == (2, 3)
+        if error is not None:
+            raise error
+    [shown] = made
+    assert shown.container.children[1].bar_style != "danger"
+    assert shown.container.comm is None  # closed: it is taken away
 
 
 def test_the_bar_is_written_while_it_compares(capsys: pytest.CaptureFixture[str]) -> None:

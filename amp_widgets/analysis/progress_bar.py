@@ -36,7 +36,9 @@ class ProgressBar:
             return
         self._drawn_s, self._drawn = now_s, progress
         bar = self._bar
-        bar.total, bar.n = progress.total, progress.done
+        if bar.total != progress.total:
+            bar.reset(total=progress.total)  # in a notebook, the bar's length follows nothing else
+        bar.n = progress.done
         bar.set_description_str(progress.doing, refresh=False)
         bar.set_postfix_str(left_text(progress.seconds_left), refresh=False)
         bar.refresh()
@@ -50,6 +52,7 @@ class ProgressBar:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         bar, self._bar = self._bar, None
+        bar.total = bar.n  # one that is not full a notebook leaves there, in red
         bar.close()
 
 
