@@ -99,7 +99,8 @@ class Catalogue:
                     if not texts[after]:
                         texts[name], texts[after], _ = self._cut(texts[name])
                 values = {
-                    name: self._value(text, words=name in template.words, named=name == template.of_what)
+                    name: (self._object(text) if name in template.got else None)
+                    or self._value(text, words=name in template.words, named=name == template.of_what)
                     for name, text in texts.items()
                 }
                 text = template.translated.format(**{name: value.text for name, value in values.items()})
@@ -157,6 +158,14 @@ class Catalogue:
         words = words and _LIST_OF_WORDS.fullmatch(text) is not None
         best = self._better(self._cut(text)[2], self._told(text, words=words))
         return best if best is not None and _says_enough(best, text) else _Told(text, 0)
+
+    def _object(self, text: str) -> _Told | None:
+        """An object that is described by its class, such as ``a str``, where something else was expected."""
+        found = _OBJECT.fullmatch(text)
+        if found is None or text in self._sayings:
+            return None
+        told = self.text(_OBJECT_OF).format(name=found["name"])
+        return _Told.literally(told, _letters(found["article"]))._replace(names=_letters(found["name"]))
 
     def _cut(self, text: str) -> tuple[str, str, _Told | None]:
         """A text cut where a text of the catalogue begins that goes to its end, such as ``; did you mean 'fp16'?``; and what
@@ -234,13 +243,15 @@ class _Told(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """A text with placeholders, to be recognized: its longest piece; which placeholders may be words, and which is the name of
-    what the text is of, before a colon; and which follow each other so that a text has to be cut between them."""
+    """A text with placeholders, to be recognized: its longest piece; which placeholders may be words, which is the name of what
+    the text is of, before a colon, and which are what was got; and which follow each other so that a text has to be cut between
+    them."""
 
     longest: str
     expression: str
     words: frozenset[str]
     of_what: str
+    got: frozenset[str]
     neighbours: tuple[tuple[str, str], ...]
     letters: int
     characters: int
@@ -262,10 +273,11 @@ class _Template:
             for name, before, after in zip(names, literals, literals[1:], strict=False)
             if _WORDS.intersection(name.split(_ROW)) and not _TYPED.search(before) and name != of
         )
+        got = frozenset(name for name, before in zip(names, literals, strict=False) if before.endswith("got "))
         whole = "".join(literals)
         letters = _letters(whole)
         expression = _expression(literals, names, only_figures=letters < LEAST_LETTERS)
-        return _Template(max(literals, key=len), expression, words, of, pairs, letters, len(whole), translated)
+        return _Template(max(literals, key=len), expression, words, of, got, pairs, letters, len(whole), translated)
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -525,6 +537,8 @@ def page_script_in_language(script: str) -> str:
     return script.replace(_NO_WORDS, f"const WORDS = {json.dumps(words, ensure_ascii=False)};", 1)
 
 
+_OBJECT_OF = marked("an {name}")
+_OBJECT = re.compile(r"(?P<article>an?) (?P<name>[A-Za-z_]\w*)")
 _BETWEEN_NAMES = marked_all(" and ", " or ")
 _SAID_IN_SCRIPT = re.compile(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"')
 _chosen: str | None = None

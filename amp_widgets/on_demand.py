@@ -25,6 +25,7 @@ from amp_widgets.background_run import BackgroundRun
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.run_state import ALIVE
 from amp_widgets.errors import RunError, SettingsError
+from amp_widgets.language import Said
 from amp_widgets.runner import Runner
 
 _Batch = tuple[Any, Any]
@@ -101,7 +102,7 @@ class OnDemand:
         """Where the memory goes in one step on `batch`."""
         if self._background.state == "running":
             raise RunError("profile_step: a background run is training; pause it first: session.pause()")
-        return profile_step(loop, batch, loss_fn, label=label)
+        return profile_step(loop, batch, loss_fn, label=Said(label) if isinstance(label, str) else label)
 
     def layer_profile(self, loop: LiveLoop, batch: _Batch | None, loss_fn: _LossFn | None, layers: str) -> LayerProfiles:
         """What each layer holds and takes, in a step on `batch` or in the newest profiled one of the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shlex
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -203,19 +203,34 @@ def present(words: list[str]) -> None:
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a line, as a shell has them.
+    """The words of a line, as a shell has them; but a backslash is one, as in the path of a file on Windows.
+
+    Outside quotes one before a space or a quote keeps that from parting words, as completion on other systems writes it.
 
     Raises
     ------
     MagicError
         When a quotation does not end.
     """
-    try:
-        return shlex.split(line)
-    except ValueError as error:  # that is all that a shell finds wrong
-        if "quotation" in str(error):
-            raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE, and the end of each quotation") from None
-        raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE, and no backslash at the end") from None
+    words: list[str] = []
+    line = line.rstrip()
+    joined, at = False, 0  # to the word before
+    while at < len(line):
+        piece = _PIECE.match(line, at)
+        if piece is None:
+            raise MagicError(f"%amp: got {line!r}, expected words and NAME=VALUE, and the end of each quotation")
+        if piece["space"] is None:
+            text = next(text for text in piece.groups() if text is not None)
+            if joined:
+                words[-1] += text
+            else:
+                words.append(text)
+        joined, at = piece["space"] is None, piece.end()
+    return words
+
+
+_PIECE = re.compile(r"""(?P<space>\s+)|"([^"]*)"|'([^']*)'|\\([\s"'])|([^\s"'\\]+|\\)""")
+"""Of a line: space, a text in quotes, what a backslash keeps from being either, or any other."""
 
 
 def in_one_line(error: AmpWidgetsError) -> AmpWidgetsError:

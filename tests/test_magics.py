@@ -21,7 +21,9 @@ from amp_widgets.errors import DemoError, LanguageError, LayerError, MagicError,
 from amp_widgets.language import set_language
 from amp_widgets.magics import HELP, parse_settings, parse_size
 from amp_widgets.recording.run import open_run
+from amp_widgets.replay_magics import words_of
 from amp_widgets.session import AmpSession, newest_session
+from amp_widgets.widgets.presenting_control import present
 
 
 @pytest.fixture
@@ -283,8 +285,70 @@ def test_a_mistyped_line_leaves_the_running_session(shell: Any, line: str) -> No
 def test_an_open_quotation_is_ours_to_explain(shell: Any) -> None:
     with pytest.raises(MagicError, match=r"got \"set checkpointed='0\", expected .*, and the end of each quotation"):
         shell.run_line_magic("amp", "set checkpointed='0")
-    with pytest.raises(MagicError, match="and no backslash at the end"):
-        shell.run_line_magic("amp", "record run.db \\")
+    with pytest.raises(MagicError, match="and the end of each quotation"):
+        shell.run_line_magic("amp", 'record "my run.db')
+
+
+WORDS = {
+    r"record C:\runs\a.jsonl": ["record", r"C:\runs\a.jsonl"],
+    r"replay \\server\share\run.db ": ["replay", r"\\server\share\run.db"],
+    r'record "C:\my runs\a b.db"': ["record", r"C:\my runs\a b.db"],
+    r"compare 'C:\it is\' b.db": ["compare", "C:\\it is\\", "b.db"],
+    r'compare "C:\new\" b.db': ["compare", "C:\\new\\", "b.db"],
+    r"record C:\runs\ ": ["record", "C:\\runs\\"],
+    r"record my\ run.db": ["record", "my run.db"],
+    r"record it\'s.db": ["record", "it's.db"],
+    """set a='b c'd"e f" ''""": ["set", "a=b cde f", ""],
+    "  \t ": [],
+}
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_backslashes_of_paths_and_quotes_are_words(line: str) -> None:
+    assert words_of(line) == WORDS[line]
+
+
+@pytest.mark.parametrize("name", [r"C:\runs\a.db", "my run.db"])
+def test_a_run_is_recorded_and_replayed_where_the_line_says(shell: Any, tmp_path: Path, name: str) -> None:
+    put_model(shell)
+    shell.run_line_magic("amp", "net optim")
+    path = f"{tmp_path}/{name}"
+    quote = '"' * (" " in name)
+    shell.run_line_magic("amp", f"record {quote}{path}{quote}")
+    assert [one.name for one in tmp_path.glob("*.db")] == [name]
+    shell.run_line_magic("amp", "note it's")
+    shell.run_line_magic("amp", "record off")
+    shell.run_line_magic("amp", f"replay {quote}{path}{quote}")
+    assert [event.reason for event in shell.user_ns["run"].history.events("note")][-1] == "it's"
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "wanted"),
+    [
+        ("en", "very large", ("very-large", "light")),
+        ("en", "very-large dark", ("very-large", "dark")),
+        ("en", "high contrast Very_Large", ("very-large", "high-contrast")),
+        ("en", "'very large' as the notebook", ("very-large", "notebook")),
+        ("en", "light normal", ("normal", "light")),
+        ("ko", "very large high-contrast", ("very-large", "high-contrast")),
+        ("ko", "아주 크게 고대비", ("very-large", "high-contrast")),
+        ("ko", "어둡게 크게", ("large", "dark")),
+        ("ko", "보통 크기 노트북과 같게", ("normal", "notebook")),
+    ],
+)
+def test_present_takes_what_the_menu_says(shell: Any, code: str, line: str, wanted: tuple[str, str]) -> None:
+    set_language(code)
+    try:
+        present(type_size="large", theme="light")
+        shell.run_line_magic("amp", f"present {line}")
+        assert (present().type_size, present().theme) == (wanted[0], wanted[1])
+        for wrong in ("very", "large very large", "contrast", "large -", "very dark large"):
+            with pytest.raises(SettingsError, match=f"got '{wrong}', expected a size"):
+                shell.run_line_magic("amp", f"present {wrong}")
+        assert (present().type_size, present().theme) == (wanted[0], wanted[1])
+    finally:
+        set_language(None)
+        present(type_size="normal", theme="notebook")
 
 
 def test_brackets_of_globs_are_kept() -> None:

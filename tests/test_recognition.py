@@ -166,6 +166,9 @@ ERRORS: dict[str, Callable[[AmpSession], Any]] = {
     "plan: budget_bytes: 받은 값: 'memory', 필요한 값: 0보다 큰 바이트 수(예: 8 GB는 8e9), 또는 \"8 GB\"": lambda s: s.plan(
         budget_bytes="memory", batch=BATCH, loss_fn=LOSS
     ),
+    "profile_step: 받은 loss_fn: str 객체, 필요한 값: loss_fn(model(inputs), targets)에 쓸 함수. 예: "
+    "torch.nn.functional.cross_entropy": lambda s: s.profile_step(BATCH, "mse"),  # type: ignore[arg-type]
+    "check: 받은 배치: int 객체, 필요한 값: loss_fn(model(inputs), targets)에 쓸 (inputs, targets)": lambda s: s.check(5, LOSS),  # type: ignore[arg-type]
     "record: /nowhere/r.db: 그런 파일이나 폴더가 없습니다; 있고 쓸 수 있는 폴더를 고르세요": lambda s: s.record("/nowhere/r.db"),
 }
 

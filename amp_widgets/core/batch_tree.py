@@ -54,9 +54,9 @@ def batch_form(batch: Any) -> str:
     """
 
     def form(leaf: Any) -> str:
-        return f"{type(leaf).__qualname__} {batch_form(dict(leaf))}" if isinstance(leaf, Mapping) else "*"
+        return str((type(leaf), batch_form(dict(leaf)))) if isinstance(leaf, Mapping) else "*"
 
-    return f"{pytree.tree_structure(batch)} of {', '.join(map(form, pytree.tree_leaves(batch)))}"
+    return str((pytree.tree_structure(batch), *map(form, pytree.tree_leaves(batch))))
 
 
 def first_dimension(leaves: Iterable[Any]) -> int | None:

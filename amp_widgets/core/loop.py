@@ -44,6 +44,7 @@ from amp_widgets.core.settings import AutocastName, Settings, describe_changes
 from amp_widgets.core.step_memory import StepMemory
 from amp_widgets.core.training_thread import NO_THREAD, TrainingThread
 from amp_widgets.errors import HistoryError, SessionClosedError, SettingsError
+from amp_widgets.language import Said
 
 
 class LiveLoop:
@@ -359,7 +360,7 @@ class LiveLoop:
             Of the profile, for people; what is in force without it.
         """
         self._check_open("profile_next_step")
-        self._memory.profile_next(label)
+        self._memory.profile_next(Said(label))
 
     @property
     def profile_changes(self) -> bool:

@@ -67,7 +67,7 @@ class ProfilePlan:
 
 
 def free_label(label: str, step: int, taken: Collection[str]) -> str:
-    """`label`, with the step where it is `taken` already.
+    """`label`, with the step where it is `taken` already; what a user wrote, a `Said`, stays one.
 
     >>> free_label("fp32", 240, {"fp16"}), free_label("fp32", 240, {"fp32"}), free_label("fp32", 7, {"fp32", "fp32 (step 7)"})
     ('fp32', 'fp32 (step 240)', 'fp32 (step 7, 2)')
@@ -79,16 +79,16 @@ def free_label(label: str, step: int, taken: Collection[str]) -> str:
     while stepped in taken:
         number += 1
         stepped = f"{label} (step {step}, {number})"
-    return stepped
+    return type(label)(stepped)
 
 
 def without_step(label: str) -> str:
-    """`label` without what `free_label` has added.
+    """`label` without what `free_label` has added; what a user wrote, a `Said`, stays one.
 
     >>> without_step("fp32"), without_step("fp32 (step 240)"), without_step("fp32 (step 7, 2)")
     ('fp32', 'fp32', 'fp32')
     """
-    return _STEP.sub("", label)
+    return type(label)(_STEP.sub("", label))
 
 
 def combination_of(label: str, checkpointed: Iterable[str]) -> tuple[str, tuple[str, ...]]:

@@ -30,7 +30,7 @@ from amp_widgets.export.new_file import check_free
 from amp_widgets.export.page import Page, Plotly
 from amp_widgets.export.run_block import kept_rows, run_block
 from amp_widgets.export.run_figures import RunFigures
-from amp_widgets.language import Said, reason_in_language, say
+from amp_widgets.language import Said, in_language, reason_in_language, say
 from amp_widgets.recording.differences import fact_text
 from amp_widgets.recording.run_like import RunLike, facts_of, name_of, newest_history
 
@@ -175,7 +175,9 @@ class _RunPage:
         if len(shown) < len(profiles):
             self.page.paragraph(f"The newest {len(shown)} of {len(profiles)} profiled steps.", note=True)
         for profile in shown:
-            words = f"{shortened(profile.label, LABEL_CHARACTERS)} (step {profile.step:,}): {mountain_sentence((profile,))}"
+            label = shortened(in_language(profile.label), LABEL_CHARACTERS)
+            sentence = mountain_sentence((profile,))
+            words = Said(say("{label} (step {step}): {sentence}", label=label, step=f"{profile.step:,}", sentence=sentence))
             draw = functools.partial(_mountain, profile, words)
             self.page.figure(draw, label=words, still=memory_svg((profile,), {}, None, KIND_COLOURS["light"]))
 

@@ -10,11 +10,14 @@ import numpy as np
 
 from amp_widgets.core.memory.profile import KINDS, AllocatorReadings, LayerProfile, Phase, StepProfile, frozen_sums
 from amp_widgets.errors import AmpWidgetsError, RecordingError
+from amp_widgets.language import Said
 
 
 def profile_to_json(profile: StepProfile) -> dict[str, Any]:
     """What ``json.dumps`` takes; floats of NaN become null."""
     content: dict[str, Any] = {name: getattr(profile, name) for name in (*_TEXTS, "step")}
+    if isinstance(profile.label, Said):
+        content[_OF_USER] = True
     content.update({name: getattr(profile, name).tolist() for name in _ARRAYS})
     content.update({name: list(getattr(profile, name)) for name in _LISTS})
     content["phases"] = [dataclasses.asdict(phase) for phase in profile.phases]
@@ -44,6 +47,8 @@ def profile_from_json(content: Any) -> StepProfile:
 
 
 _TEXTS = ("label", "device", "source")
+_OF_USER = "label_of_user"
+"""There, and true, where the label is what a user wrote, which no language changes; files from before do not say so."""
 _LISTS = ("layer_names", "operator_names", "notes")
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "bytes_by_kind": np.int64, "time_s": np.float64, "layer_index": np.int32, "operator_index": np.int32,
@@ -65,6 +70,8 @@ def _profile(content: Mapping[str, Any]) -> StepProfile:
         if arrays[index].min() < -1 or arrays[index].max() >= len(content[names]):
             raise ValueError(f"{index} out of range")
     texts: dict[str, Any] = {name: _text(content[name]) for name in _TEXTS}
+    if content.get(_OF_USER) is True:
+        texts["label"] = Said(texts["label"])
     lists: dict[str, Any] = {name: tuple(map(_text, content[name])) for name in _LISTS}
     return StepProfile(
         step=_whole(content["step"]),

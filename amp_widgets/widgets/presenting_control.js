@@ -1,4 +1,4 @@
-const SIZES = [["normal", say("normal")], ["large", say("large")], ["very-large", say("very large")]];
+const SIZES = [["normal", say("normal size")], ["large", say("large")], ["very-large", say("very large")]];
 const THEMES = [["notebook", say("as the notebook")], ["light", say("light")], ["dark", say("dark")], ["high-contrast", say("high contrast")]];
 const CHANGED = "amp-widgets-presenting";
 const VIEWS = Symbol.for("amp_widgets.presenting");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import weakref
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ import traitlets
 
 from amp_widgets import kernel
 from amp_widgets.errors import SettingsError
+from amp_widgets.language import marked, say
 from amp_widgets.widgets.control import Control, page_script, page_style
 from amp_widgets.widgets.state import DashboardState
 
@@ -123,7 +125,7 @@ def present_in_cell(words: list[str]) -> None:
     Parameters
     ----------
     words
-        Sizes and themes, in any order; none to see the choices only.
+        Sizes and themes, in any order, also as the menu calls them, such as ``very large``; none to see the choices only.
 
     Raises
     ------
@@ -131,14 +133,34 @@ def present_in_cell(words: list[str]) -> None:
         When one of them is neither.
     """
     wanted: dict[str, Any] = {}
-    for word in words:
-        name = "type_size" if word in get_args(TypeSize) else "theme" if word in get_args(ShownTheme) else None
-        if name is None or name in wanted:
+    known = _known()
+    left = _parts(" ".join(words))
+    while left:
+        # the longest first: "very large" is not "large"
+        length = next((length for length in range(len(left), 0, -1) if tuple(left[:length]) in known), 0)
+        name, value = known.get(tuple(left[:length]), ("", ""))
+        if not name or name in wanted:
             sizes, themes = ", ".join(get_args(TypeSize)), ", ".join(get_args(ShownTheme))
             raise SettingsError(f"%amp present: got {' '.join(words)!r}, expected a size ({sizes}), a theme ({themes}), or both")
-        wanted[name] = word
+        wanted[name] = value
+        del left[:length]
     _set(wanted.get("type_size"), wanted.get("theme"))
     _show()
+
+
+def _known() -> dict[tuple[str, ...], tuple[str, str]]:
+    """What can be typed, in parts, and what it sets: the names of sizes and themes, and what the menu calls them."""
+    return {
+        tuple(_parts(text)): (name, value)
+        for name, values in (("type_size", get_args(TypeSize)), ("theme", get_args(ShownTheme)))
+        for value in values
+        for text in (value, _IN_MENU[value], say(_IN_MENU[value]))
+    }
+
+
+def _parts(text: str) -> list[str]:
+    """Without what people join them with: ``very large``, ``very-large`` and ``Very_Large`` are the same."""
+    return re.split(r"[\s_-]+", text.strip().lower()) if text.strip() else []
 
 
 def _show() -> PresentingControl:
@@ -173,6 +195,12 @@ def _traits(presenting: Presenting) -> dict[str, Any]:
     return {"type_size": presenting.type_size, "theme": presenting.theme}
 
 
+_IN_MENU = {
+    "normal": marked("normal size"), "large": marked("large"), "very-large": marked("very large"),
+    "notebook": marked("as the notebook"), "light": marked("light"), "dark": marked("dark"),
+    "high-contrast": marked("high contrast"),
+}  # fmt: skip
+"""What presenting_control.js calls them."""
 _presenting = Presenting()
 _controls: weakref.WeakSet[PresentingControl] = weakref.WeakSet()
 _alone: weakref.ref[PresentingControl] | None = None

@@ -38,12 +38,12 @@ def test_controls_of_several_kernels_say_what_the_page_has(open_notebook: OpenNo
     notebook.wait_until(lambda: chosen(second) == ["very-large", "notebook"], what="the other does not see the type size")
     second.get_by_text("dark", exact=True).click()
     notebook.wait_until(lambda: chosen(first) == ["very-large", "dark"], what="a theme changes the type size")
-    second.get_by_text("normal", exact=True).click()
+    second.get_by_text("normal size", exact=True).click()
     notebook.wait_until(lambda: chosen(first) == ["normal", "dark"], what="the first does not see the type size")
     first.get_by_text("very large", exact=True).click()  # as the first one's kernel has it all the time
     notebook.wait_until(lambda: chosen(second) == ["very-large", "dark"], what="it cannot be chosen again")
     assert notebook.page.evaluate("document.documentElement.dataset.ampType") == "very-large"
-    second.get_by_text("normal", exact=True).click()
+    second.get_by_text("normal size", exact=True).click()
     second.get_by_text("as the notebook", exact=True).click()
     notebook.wait_until(lambda: chosen(first) == ["normal", "notebook"], what="it does not go back")
 
@@ -69,12 +69,24 @@ def test_a_call_from_code_is_in_force_on_a_page_with_a_lab_alone(open_notebook: 
 
 
 DASHBOARD = """
+import torch
+from torch import nn
 import amp_widgets as aw
-session = aw.demo("digits", display=False)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 3))
+optimizer = torch.optim.Adam(model.parameters())
+session = aw.AmpSession(model, optimizer)
+session.profile_next_step()
+for inputs in session.steps([torch.randn(4, 5, 16)] * 2):
+    optimizer.zero_grad()
+    session.scaler.scale(model(inputs).sum()).backward()
+    session.scaler.step(optimizer)
+    session.scaler.update()
 session.dashboard()
 """
 CUT = """area => [...area.querySelectorAll(".ampw-type, .ampw-scroll thead th")].filter(
     (one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"""
+LONGEST = "NonDynamicallyQuantizableLinear"  # of torch's layers that are met often
 
 
 def test_types_of_layers_are_not_cut(open_notebook: OpenNotebook) -> None:
@@ -82,9 +94,17 @@ def test_types_of_layers_are_not_cut(open_notebook: OpenNotebook) -> None:
     notebook.page.set_viewport_size({"width": 1280, "height": 2600})
     notebook.run_and_wait(0)
     area = notebook.output(0)
-    area.locator(".ampw-type").first.wait_for()
-    notebook.page.locator("html").evaluate("root => { root.dataset.ampType = 'very-large'; }")
-    notebook.page.wait_for_timeout(300)
-    notebook.screenshot("present-layers-very-large", area)
-    assert area.locator(".ampw-type").count() > 5
-    assert area.evaluate(CUT) == []
+    area.get_by_role("tab", name="Memory").click()
+    table = area.locator(".ampw-layer-table")
+    table.locator(".ampw-type", has_text=LONGEST).wait_for()
+    assert area.locator(".ampw-tree .ampw-type").count() > 5
+    for size in ("large", "very-large"):
+        notebook.page.locator("html").evaluate("(root, size) => { root.dataset.ampType = size; }", size)
+        notebook.page.wait_for_timeout(300)
+        notebook.screenshot(f"present-layers-{size}", area)
+        assert area.evaluate(CUT) == []
+        view = table.locator(".ampw-scroll")
+        view.evaluate("view => view.scrollTo(view.scrollWidth, 0)")
+        right = "one => one.getBoundingClientRect().right"
+        assert table.locator("thead th").last.evaluate(right) <= view.evaluate(right)
+        assert not notebook.scrolls_sideways(0)

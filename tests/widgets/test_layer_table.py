@@ -336,6 +336,15 @@ def test_what_cannot_be_checkpointed_is_disabled_with_the_reason(show) -> None:
     assert head.get_attribute("title") == "a ScriptModule: its forward cannot be replaced"
 
 
+def test_the_headings_of_times_say_which_they_are(show) -> None:
+    view = show()
+    for pass_ in ("forward", "backward"):
+        title = view.page.get_by_role("button", name=pass_, exact=True).get_attribute("title")
+        assert "in this step alone" in title
+        assert "session.layer_profile()" in title
+        assert "median" in title
+
+
 def test_the_filter_in_the_page(show) -> None:
     view = show()
     field = view.page.get_by_role("textbox", name="Filter")
