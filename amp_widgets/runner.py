@@ -22,6 +22,7 @@ from amp_widgets.core.batches import NO_MORE, BatchStream, lasts
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.model_call import call_model
 from amp_widgets.core.run_state import ALIVE, RunState
+from amp_widgets.core.threads import this_thread
 from amp_widgets.errors import RunError
 
 _LAST_LINES = 6
@@ -364,7 +365,7 @@ class Runner:
 
     def _train_and_keep_the_error(self) -> RunState:
         loop = self._loop
-        loop.own(threading.get_ident())
+        loop.own(this_thread())
         try:
             try:
                 return self._train()
@@ -392,7 +393,7 @@ class Runner:
 
     def _do_jobs(self) -> None:
         """While no run is alive."""
-        self._loop.own(threading.get_ident())
+        self._loop.own(this_thread())
         try:
             while True:
                 with self._changed:
@@ -477,7 +478,7 @@ class Runner:
             resetting, self._resetting = self._resetting, False
         if resetting:
             self._restore()
-        self._loop.lent_to = threading.get_ident()
+        self._loop.lent_to = this_thread()
         try:
             while self._jobs:
                 self._jobs.popleft()()

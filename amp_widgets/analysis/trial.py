@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from amp_widgets.core.memory.compiled import is_compiled
 from amp_widgets.core.model_call import call_model
 from amp_widgets.core.models import Together
 from amp_widgets.core.settings import AutocastName
+from amp_widgets.core.threads import this_thread
 from amp_widgets.errors import RunError, SessionClosedError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -196,9 +196,9 @@ def check_idle(loop: LiveLoop, verb: str) -> nn.Module:
         raise SessionClosedError(
             f"{verb}: this session was closed, and no longer controls the model; make one for it: aw.AmpSession(model, optimizer)"
         )
-    if getattr(loop, "run_state", "none") == "running" and loop.lent_to != threading.get_ident():  # a session's
+    if getattr(loop, "run_state", "none") == "running" and loop.lent_to != this_thread():  # a session's
         raise RunError(f"{verb}: a background run is training; pause it first: session.pause()")
-    if loop.lent_to not in (None, threading.get_ident()):
+    if loop.lent_to not in (None, this_thread()):
         raise RunError(f"{verb}: another thread is measuring something on this model between two steps; wait for its end")
     if not loop.settle_step():
         raise RunError(

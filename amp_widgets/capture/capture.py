@@ -73,7 +73,7 @@ class Capture:
         self._regions = Regions(self, self._is_here)
         self._hidden = HiddenGradients()
         self._undo = contextlib.ExitStack()
-        self._foreign_threads: set[int | None] = set()
+        self._foreign_threads: dict[int | None, threading.Thread] = {}
         self._within = False
         self._in_closure = False
         self._leave_alone = False
@@ -98,7 +98,7 @@ class Capture:
     def __enter__(self) -> Capture:
         importlib.import_module("torch._dynamo")  # else the first optimizer does, and dynamo would keep what it finds patched
         here = threading.get_ident()
-        self._foreign_threads = {thread.ident for thread in threading.enumerate()} - {here}
+        self._foreign_threads = {thread.ident: thread for thread in threading.enumerate() if thread.ident != here}
         try:
             self._undo.callback(self._close)
             self._undo.callback(self._hidden.give_back_all)
@@ -309,7 +309,8 @@ class Capture:
     # ---- who is who -------------------------------------------------------------------------------------------------
 
     def _is_here(self) -> bool:
-        return threading.get_ident() not in self._foreign_threads
+        foreign = self._foreign_threads.get(threading.get_ident())
+        return foreign is None or not foreign.is_alive()  # a new thread may have the number of one that has ended
 
     def _loop(self) -> LiveLoop | None:
         loop = self.session

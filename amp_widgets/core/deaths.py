@@ -28,6 +28,7 @@ from amp_widgets.core.memory.death import (
 from amp_widgets.core.memory.dissolve import dissolve
 from amp_widgets.core.memory.whole_step import CompleteStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_settings
+from amp_widgets.core.threads import is_alive, this_thread
 
 
 class Owner(Protocol):
@@ -232,13 +233,13 @@ class _Left:
         return frames and clear_finished_frames(error)
 
     def _is_here(self) -> bool:
-        return self._thread == threading.get_ident() or all(other.ident != self._thread for other in threading.enumerate())
+        return self._thread == this_thread() or not is_alive(self._thread)
 
 
 def _may_be_of(death: Death, error: BaseException) -> bool:
     if death.error is not None:
         return death.error() is error
-    return math.isnan(death.requested_bytes) or death.thread == threading.get_ident()
+    return math.isnan(death.requested_bytes) or death.thread == this_thread()
 
 
 def out_of_memory_in(error: BaseException | None) -> BaseException | None:

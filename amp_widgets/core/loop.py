@@ -42,6 +42,7 @@ from amp_widgets.core.requests import Request, RequestQueue
 from amp_widgets.core.scaler import LiveScaler, ScaledStep
 from amp_widgets.core.settings import AutocastName, Settings, describe_changes
 from amp_widgets.core.step_memory import StepMemory
+from amp_widgets.core.threads import this_thread
 from amp_widgets.core.training_thread import NO_THREAD, TrainingThread
 from amp_widgets.errors import HistoryError, SessionClosedError, SettingsError
 from amp_widgets.language import Said
@@ -559,7 +560,7 @@ class LiveLoop:
         if not self._thread.may_train() or (step.scaler_used and self._controls.one_scales):
             return False
         with self._step_lock:
-            here = step.thread == threading.get_ident()
+            here = step.thread == this_thread()
             if here and (torch._C._current_graph_task_id() != -1 or modules_being_called()):
                 return False  # in the midst of a pass
             is_left = step.is_left
@@ -577,10 +578,10 @@ class LiveLoop:
         self.numerics.abandon()  # it may hold on to the graph
         return graph_is_alive(self.parameters())
 
-    def own(self, thread_ident: int | None) -> None:
-        """Let only the thread `thread_ident` begin steps (a background run); None lets any."""
-        self._thread.owner = thread_ident
-        if thread_ident is None:
+    def own(self, thread: int | None) -> None:
+        """Let only this thread, by its number in `amp_widgets.core.threads`, begin steps (a background run); None lets any."""
+        self._thread.owner = thread
+        if thread is None:
             self._arm()
         else:
             self._hooks.disarm_forward()
@@ -899,7 +900,7 @@ class LiveLoop:
         if self._open is not None and self._open.died_in is not None and len(modules_being_called()) > 1:
             return  # the model itself has caught the error, and goes on
         self._begin()
-        if self._open is not None and self._open.thread == threading.get_ident():
+        if self._open is not None and self._open.thread == this_thread():
             self._open.trained = True
             self._hooks.disarm_forward()
 
@@ -915,7 +916,7 @@ class LiveLoop:
         with self._step_lock:
             step = self._open
             if step is not None:
-                step.thread = threading.get_ident()  # another thread's forward pass may have begun it, and must not end it too
+                step.take(this_thread())  # another thread's forward pass may have begun it, and must not end it too
             completes = self._optimizer_steps.completes(optimizer, in_progress=step is not None)
         if completes:
             self._complete()
@@ -940,7 +941,7 @@ class LiveLoop:
         if self._closed or not self._thread.may_train():
             return
         with self._step_lock:
-            self._begin_on(threading.get_ident(), by_autocast, trains)
+            self._begin_on(this_thread(), by_autocast, trains)
 
     def _begin_on(self, thread: int, by_autocast: bool, trains: bool) -> None:
         elsewhere = self._thread.last_is_another()
@@ -1026,7 +1027,7 @@ class LiveLoop:
     def _record(self, scaled: ScaledStep) -> None:
         self._look_for_death()  # the user has caught it, and gone on
         opened, self._open = self._open, None
-        self._thread.last = threading.get_ident()
+        self._thread.last = this_thread()
         now_s = self._clock()
         self._thread.note(now_s)
         self._optimizer_steps.ended()

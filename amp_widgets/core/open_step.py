@@ -11,6 +11,7 @@ import torch
 
 from amp_widgets.core.journal import DeviceTimer
 from amp_widgets.core.memory.step_mode import files_running
+from amp_widgets.core.threads import is_alive, this_thread
 from amp_widgets.core.unseen import unseen
 
 
@@ -20,7 +21,7 @@ class OpenStep:
     Parameters
     ----------
     thread
-        That began it.
+        That began it, by its number (`amp_widgets.core.threads`): this one.
     by_autocast
         Whether all that is known of it is an autocast region.
     measured, profiled
@@ -45,14 +46,15 @@ class OpenStep:
     """
 
     __slots__ = (
-        "autograd_nodes", "begun_in", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled",
+        "_ident", "autograd_nodes", "begun_in", "begun_s", "by_autocast", "died_in", "inferred", "loss", "measured", "profiled",
         "scaler_used", "scaling_added", "thread", "timer", "trained",
     )  # fmt: skip
 
     def __init__(
         self, *, thread: int, by_autocast: bool, measured: bool, profiled: bool, begun_s: float, timer: DeviceTimer | None
     ) -> None:
-        self.thread = thread
+        self._ident = 0
+        self.take(thread)
         self.by_autocast = by_autocast
         self.measured = measured
         self.profiled = profiled
@@ -67,6 +69,11 @@ class OpenStep:
         self.loss: torch.Tensor | None = None
         self.died_in: str | None = None
 
+    def take(self, thread: int) -> None:
+        """From now on it is a step of `thread`, which is this one."""
+        self.thread = thread
+        self._ident = threading.get_ident()
+
     @property
     def is_validation(self) -> bool:
         """Whether all that happened in it is an autocast region in which nothing was recorded for a backward pass."""
@@ -78,14 +85,14 @@ class OpenStep:
 
         Asked on another thread, a cell that has ended is not enough: the next one there may go on with the step.
         """
-        if self.thread != threading.get_ident():
+        if self.thread != this_thread():
             return not is_alive(self.thread)
         return self.begun_in != "" and self.begun_in not in files_running()
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether another thread than this one has begun it, and has not ended."""
-        return self.thread != threading.get_ident() and is_alive(self.thread)
+        return self.thread != this_thread() and is_alive(self.thread)
 
     def add_loss(self, loss: object) -> None:
         """Sum up what is backpropagated in a step, a tensor or several: the quantity whose gradient the step applies."""
@@ -106,7 +113,7 @@ class OpenStep:
     def die(self) -> None:
         """Memory ran out in it."""
         if self.died_in is None:  # told of it by a thread of torch's, perhaps
-            self.died_in = next(files_running(sys._current_frames().get(self.thread)), "")
+            self.died_in = next(files_running(sys._current_frames().get(self._ident)), "")
 
 
 def graph_is_alive(parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -122,11 +129,6 @@ def graph_is_alive(parameters: Iterable[torch.nn.Parameter]) -> bool:
                 _notes_of(parameter)[_MARK] = True
                 found |= _notes_of(parameter).pop(_MARK, False)
     return found
-
-
-def is_alive(thread: int | None) -> bool:
-    """Whether a thread, by its identity, has not ended."""
-    return any(other.ident == thread for other in threading.enumerate())
 
 
 def _notes_of(parameter: torch.nn.Parameter) -> dict[str, bool]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
-from amp_widgets.core.open_step import is_alive
+from amp_widgets.core.threads import is_alive, this_thread
 
 NO_THREAD = -1
 
 
 class TrainingThread:
-    """Of one loop.
+    """Of one loop; threads are told apart by their numbers, see `amp_widgets.core.threads`.
 
     Attributes
     ----------
@@ -27,16 +25,16 @@ class TrainingThread:
 
     def may_train(self) -> bool:
         """Whether this thread may begin and end steps."""
-        return self.owner is None or self.owner == threading.get_ident()
+        return self.owner is None or self.owner == this_thread()
 
     def last_is_another(self) -> bool:
         """Whether the last step was ended by another thread than this one, which has not ended."""
-        return self.last not in (None, threading.get_ident()) and is_alive(self.last)
+        return self.last not in (None, this_thread()) and is_alive(self.last)
 
     def note(self, now_s: float) -> None:
         """A step begins or ends here."""
         if self.owner is None:
-            self._heard = (threading.get_ident(), now_s)
+            self._heard = (this_thread(), now_s)
 
     def forget(self) -> None:
         """The user's loop is over, and not just quiet."""
@@ -54,7 +52,7 @@ class TrainingThread:
         step_s
             What a step takes.
         """
-        if self.owner is not None or self._heard is None or self._heard[0] == threading.get_ident():
+        if self.owner is not None or self._heard is None or self._heard[0] == this_thread():
             return False
         return now_s - self._heard[1] < max(_QUIET_S, _QUIET_STEPS * step_s)
 

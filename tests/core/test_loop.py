@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.settings import Settings
+from amp_widgets.core.threads import this_thread
+from amp_widgets.core.training_thread import NO_THREAD
 from amp_widgets.errors import CheckpointingError, LayerError, ModelError, SessionClosedError, SettingsError
 
 
@@ -722,7 +724,7 @@ def test_models_and_optimizers_that_do_not_fit() -> None:
 
 def test_a_background_owner_keeps_others_out(bench: Bench) -> None:
     loop = loop_of(bench)
-    loop.own(threading.get_ident() + 1)
+    loop.own(NO_THREAD)
     bench.step()  # another thread's training: none of this run's business
     assert loop.status().step == 0
     loop.own(None)
@@ -921,7 +923,7 @@ def test_a_step_that_another_threads_forward_pass_has_begun_ends_once(monkeypatc
 
 def test_another_threads_region_does_not_disturb_the_owner(bench: Bench) -> None:
     loop = loop_of(bench)
-    loop.own(threading.get_ident())
+    loop.own(this_thread())
     loop.request(autocast="fp16", init_scale=8.0)
     accumulate(bench, 1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +27,7 @@ from amp_widgets.core.memory.step_mode import StepMode, keep_dynamo_out, push_be
 from amp_widgets.core.memory.step_record import StepRecord
 from amp_widgets.core.memory.storages import LiveStorages, state_of
 from amp_widgets.core.memory.tracker import StepTracker
+from amp_widgets.core.threads import this_thread
 
 
 class CudaMeter:
@@ -165,7 +165,7 @@ class CudaMeter:
         self._leave_profile()
         self._death = self._tracked_death = None
         self._was_tracked = False
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         before = {}
         for device in self._devices:
             stats = self._read(device)
@@ -231,7 +231,7 @@ class CudaMeter:
         """Note what is known: the step may die of it, or torch may find another way."""
         if self._before is None or device not in self._devices:
             return
-        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+        if this_thread() != self._thread and torch._C._current_graph_task_id() == -1:
             return  # somebody else's, on another thread
         model = None if self._model is None else self._model()
         phase, layer = place_by_frames(model)

@@ -8,10 +8,9 @@ import inspect
 import math
 import re
 import sys
-import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from amp_widgets.core.layers import named_layers
 from amp_widgets.core.memory.budget import MemoryBudgetError
 from amp_widgets.core.memory.step_record import StepRecord
+from amp_widgets.core.threads import this_thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class Death:
     inputs: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     outputs: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     made_something: bool = False
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    thread: int = dataclasses.field(default_factory=this_thread)
     error: ErrorReference | None = None
 
     @classmethod
@@ -143,14 +143,21 @@ class ErrorReference:
         return None
 
 
-def clear_finished_frames(error: BaseException) -> bool:
+def clear_finished_frames(error: BaseException, *, packages: Collection[str] | None = None) -> bool:
     """Drop what the frames hold that an exception has left, as ``traceback.clear_frames`` does; whether it has left all.
 
     Frames that are running are passed over, and so is a generator's that only waits to go on: clearing it would end it.
+
+    Parameters
+    ----------
+    packages
+        Only frames of code in these packages, such as ``("torch",)``; None for all.
     """
     done = True
     cleared = []
     for frame in _frames(error):
+        if packages is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] not in packages:
+            continue
         if frame.f_code.co_flags & _GENERATOR and _is_suspended(frame):
             done = False
             continue

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_widgets.core.memory.cuda import CudaMeter
 from amp_widgets.core.memory.oom_observer import OutOfMemoryObserver, place_by_frames
+from amp_widgets.core.threads import this_thread
 
 CUDA_0, CUDA_1 = torch.device("cuda:0"), torch.device("cuda:1")
 IN_USE = 7_000
@@ -140,7 +141,7 @@ def test_place(model: Net, where: str, tracked: bool) -> None:
     # Without a tracker the stack tells the layer, which in a backward pass it does not.
     assert death.layer == ("blocks.1" if tracked or where != "backward" else "")
     assert death.operator == ("amp_widgets_tests::oom" if tracked else "")
-    assert death.thread == threading.get_ident()
+    assert death.thread == this_thread()
     if tracked:
         assert death.record is not None
         profile = death.record.profile(label="out of memory", step=3, device="cuda:0", source="test")
