@@ -367,6 +367,23 @@ def test_another_thread_that_calls_the_model_does_not_train_it() -> None:
     assert not watched.sessions[0].history.columns("loss")["loss"].tolist().count(float("nan"))
 
 
+def test_a_new_thread_with_the_identity_of_one_that_was_there_before_trains() -> None:
+    model, optimizer = make()
+    over = threading.Event()
+    before = threading.Thread(target=over.wait)
+    before.start()
+    watched = Watched()
+    with watched.capture:
+        over.set()
+        before.join()
+        new = threading.Thread(target=lambda: [step(model, optimizer) for _ in range(3)])
+        new.start()
+        new.join()
+    if new.ident != before.ident:
+        pytest.skip("this system gives no new thread the identity of one that has ended")
+    assert watched.sessions[0].status().step == 3
+
+
 def test_what_cannot_be_watched_is_said_and_the_code_goes_on() -> None:
     class Rigid(torch.amp.GradScaler):
         def __setattr__(self, name: str, value: object) -> None:
