@@ -23,6 +23,7 @@ import os
 import re
 import struct
 import sys
+import unicodedata
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -382,17 +383,23 @@ def language() -> str:
 def set_language(code: str | None) -> None:
     """Let what is shown from now on be in this language; None: what the environment wants.
 
+    Parameters
+    ----------
+    code
+        ``"ko"``, in capitals or not, or the language's own name, ``"한국어"``.
+
     Raises
     ------
     LanguageError
         When there is no such language.
     """
     global _chosen
-    if code is not None and code not in LANGUAGES:
+    chosen = None if code is None else _code_of(code)
+    if code is not None and chosen is None:
         known = ", ".join(f"{known} ({name})" for known, name in LANGUAGES.items())
         raise LanguageError(f"language: got {code!r}, expected one of {known}")
     before = language()
-    _chosen = code
+    _chosen = chosen
     if language() != before:
         for follower in [*_followers]:
             call = follower()
@@ -400,6 +407,12 @@ def set_language(code: str | None) -> None:
                 _followers.remove(follower)
             else:
                 call()
+
+
+def _code_of(typed: object) -> str | None:
+    """The code of a language that is meant by its code or its name."""
+    meant = unicodedata.normalize("NFC", str(typed)).strip().casefold()  # pasted Hangul may be in parts
+    return next((code for code, name in LANGUAGES.items() if meant in (code, name.casefold())), None)
 
 
 def follow_language(method: Callable[[], object]) -> None:

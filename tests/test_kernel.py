@@ -918,6 +918,113 @@ def test_the_page_decides_on_the_shell_of_a_comm(page: Page) -> None:
     page.run("kernel_module.answer_where_asked(None)")
 
 
+# ---- a cell whose outputs are covered ------------------------------------------------------------------------------------
+
+COVERED = """
+    from amp_widgets.widgets import covered
+
+    class Asked:
+        def __init__(self):
+            self.guessed, self.listeners = None, []
+        def on_guess(self, call):
+            self.listeners.append(call)
+        def guess(self, value):
+            self.guessed = value
+            for call in self.listeners:
+                call()
+
+    earlier, asked, failures = Asked(), Asked(), []
+
+    class Failures(logging.Handler):
+        def emit(self, record):
+            failures.append(record.getMessage())
+    failing = Failures(logging.ERROR)
+    logging.getLogger().addHandler(failing); kernel.log.addHandler(failing)
+"""
+
+
+@pytest.fixture
+def covering(page: Page) -> Iterator[Page]:
+    page.run(COVERED)
+    yield page
+    page.run("logging.getLogger().removeHandler(failing); kernel.log.removeHandler(failing)")
+
+
+@pytest.mark.parametrize("on_subshell", [False, True])
+def test_messages_during_a_covered_cell_are_handled(covering: Page, on_subshell: bool) -> None:
+    """As with `%%amp --cover` after "Run All": the page tells its views' sizes while the loop runs."""
+    page = covering
+    with _subshell(page, wanted=on_subshell) as subshell:
+        page.run("kernel_module.answer_where_asked(slider.comm)")
+        try:
+            busy = page.execute(
+                f"""
+                cell = "busy"
+                with covered.cover([asked]):
+                    print("started", file=sys.stderr)
+                    print("forty", "two")
+                    assert until(lambda: len(got) == 5, {None if on_subshell else "pump"})
+                    display("shown")
+                cell = None
+                """
+            )
+            page.saw(busy, "started")
+            for value in range(40_001, 40_006):
+                page.idle(page.set_slider(value, subshell=subshell))
+            assert page.reply(busy)["content"]["status"] == "ok"
+        finally:
+            page.run("vars(slider.comm).pop('_reply_subshell_for', None)")
+    assert page.value("[got, failures, pump.why_not]") == [[[value, "busy"] for value in range(40_001, 40_006)], [], ""]
+    assert "forty two" not in str(of(page.published, busy))
+    page.published.clear()
+    guessed = page.execute("asked.guess(1)")
+    page.reply(guessed)
+    uncovered = [
+        m["content"]["data"]["text/plain"] for m in of(page.published, guessed) if m["msg_type"] == "update_display_data"
+    ]
+    assert uncovered == ["forty two", "'shown'"]
+    assert page.value("[name for name in ('publish', 'clear_output') if name in vars(get_ipython().display_pub)]") == []
+
+
+def test_what_the_page_is_shown_with_belongs_to_the_covered_cell_after_a_message(covering: Page) -> None:
+    page = covering
+    busy = page.execute(
+        "cell = 'busy'\nwith covered.cover([asked]):\n    print('started', file=sys.stderr)\n    print(1)\n"
+        "    assert until(lambda: got, pump)\ndisplay('after it')\ncell = None"
+    )
+    page.saw(busy, "started")
+    page.set_slider(41_001)
+    assert page.reply(busy)["content"]["status"] == "ok"
+    shown = [m["content"]["data"]["text/plain"] for m in of(page.published, busy) if m["msg_type"] == "display_data"]
+    assert shown == ["Give a guess above, then the answer is shown here.", "'after it'"]
+    assert page.value("failures") == []
+
+
+def test_a_guess_that_comes_during_a_covered_cell_shows_what_was_covered_before(covering: Page) -> None:
+    page = covering
+    page.run("with covered.cover([earlier]):\n    print('forty', 'two')")
+    page.run("slider.observe(lambda change: change.new == 42_001 and earlier.guess(1), 'value')")
+    busy = page.execute(
+        "cell = 'busy'\nwith covered.cover([asked]):\n    print('started', file=sys.stderr)\n    print('sixty', 'four')\n"
+        "    assert until(lambda: got, pump)\ncell = None"
+    )
+    page.saw(busy, "started")
+    guessed = page.set_slider(42_001)
+    assert page.reply(busy)["content"]["status"] == "ok"
+    told = str([m for m in page.published if m["msg_type"] == "update_display_data"])
+    assert "forty two" in told
+    assert "sixty four" not in told
+    assert of(page.published, guessed)
+    assert page.value("failures") == []
+
+
+def test_an_output_widget_in_a_covered_cell(covering: Page) -> None:
+    """Entering one tells the shell what its outputs belong to."""
+    page = covering
+    page.run("with covered.cover([asked]):\n    with ipywidgets.Output():\n        print('in it')")
+    assert page.value("failures") == []
+
+
 # ---- what it says -------------------------------------------------------------------------------------------------------
 
 

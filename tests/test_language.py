@@ -6,6 +6,7 @@ import json
 import locale
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,18 @@ def test_voila_says_it_with_the_address(no_wish: pytest.MonkeyPatch) -> None:
     assert language.language() == "ko"
     no_wish.setenv("JPY_SESSION_NAME", "/home/user/01_quickstart.en.ipynb")
     assert language.language() == "en"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [("KO", "ko"), ("한국어", "ko"), (unicodedata.normalize("NFD", "한국어"), "ko"), ("English", "en"), ("EN", "en")],
+)
+def test_a_language_by_its_own_name(typed: str, code: str) -> None:
+    try:
+        set_language(typed)
+        assert language.language() == code
+    finally:
+        set_language(None)
 
 
 def test_it_can_be_set(other: None) -> None:

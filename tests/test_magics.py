@@ -368,7 +368,6 @@ def test_brackets_of_globs_are_kept() -> None:
         ("3 KiB", 3 * 1024.0),
         ("2MiB", 2 * 1024.0**2),
         ("1GiB", 1024.0**3),
-        ("12", 12.0),
         ("12B", 12.0),
         ("off", None),
         ("None", None),
@@ -381,6 +380,12 @@ def test_sizes(text: str, size: float | None) -> None:
 @pytest.mark.parametrize("text", ["", "MB", "12 apples", "-5", "1e", "0x10", "1,5GB", "nan", "inf"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(MagicError, match="expected a size such as 200MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["12", " 60 ", "8000", "1e2"])
+def test_a_size_without_a_unit(text: str) -> None:
+    with pytest.raises(MagicError, match=f"%amp budget: got '{text}' without a unit, .*such as {text.strip()} MB"):
         parse_size(text)
 
 

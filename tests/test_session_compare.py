@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -442,9 +444,6 @@ class FakeBar:
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
         self.postfix = text
 
-    def reset(self, total: int) -> None:
-        self.total = total
-
     def refresh(self) -> None:
         self.drawn.append((self.n, self.total, self.desc, self.postfix))
 
@@ -497,6 +496,45 @@ def test_no_bar_stays_in_a_notebook(error: BaseException | None, monkeypatch: py
     [shown] = made
     assert shown.container.children[1].bar_style != "danger"
     assert shown.container.comm is None  # closed: it is taken away
+
+
+DROPPED = [(16, 48), (17, 32), (18, 32)]
+"""Steps that are done, of how many, as a format is dropped."""
+
+
+def show_dropped() -> None:
+    seconds = itertools.count()
+    with ProgressBar(lambda: next(seconds)) as bar:
+        for done, total in DROPPED:
+            bar.show(Progress(done=done, total=total, seconds_left=1.0, doing="bf16/none"))
+
+
+def test_the_bar_never_goes_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import tqdm.auto
+    import tqdm.std
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", tqdm.std.tqdm)
+    show_dropped()
+    written = capsys.readouterr().err
+    assert re.findall(r"(\d+)/(\d+) steps", written) == [("0", "1"), ("16", "48"), ("17", "32"), ("18", "32")]
+
+
+def test_the_bar_never_goes_back_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tqdm.auto
+    import tqdm.notebook
+
+    drawn: list[tuple[float, float]] = []
+
+    class Bar(tqdm.notebook.tqdm):  # type: ignore[type-arg, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, display=False, **options)
+            bar = self.container.children[1]
+            bar.observe(lambda _: drawn.append((bar.value, bar.max)), "value")
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Bar)
+    show_dropped()
+    assert drawn[: len(DROPPED)] == DROPPED
+    assert all(value == most for value, most in drawn[len(DROPPED) :])  # full, as it is taken away
 
 
 def test_the_bar_is_written_while_it_compares(capsys: pytest.CaptureFixture[str]) -> None:

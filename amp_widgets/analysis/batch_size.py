@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from amp_widgets.analysis.fake_step import NOT_COUNTED, PREDICTED, FakeSteps, PredictedStep, TooLargeError, settings_with
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.real_step import free_memory_bytes, real_step
 from amp_widgets.analysis.stoppable import CancelledError
 from amp_widgets.analysis.trial import (
@@ -20,6 +21,7 @@ from amp_widgets.analysis.trial import (
     check_not_compiled,
     check_one_model,
 )
+from amp_widgets.analysis.unsupported import unsupported_text
 from amp_widgets.core.batch_tree import batch_leaves, first_dimension, is_batched
 from amp_widgets.core.deaths import out_of_memory_in
 from amp_widgets.core.loop import LiveLoop
@@ -221,6 +223,7 @@ def max_batch_size(
     )
 
 
+@interrupts_noted()
 def confirm(
     loop: LiveLoop,
     batch: tuple[Any, Any],
@@ -287,8 +290,16 @@ def confirm(
     return Confirmation(size=batch_size, settings=settings, profile=profile, out_of_memory=because, limit_bytes=limit_bytes)
 
 
-def first_line(error: BaseException) -> str:
-    """An error in one line; with its type, but where it is one of this package."""
+def first_line(error: BaseException, autocast: AutocastName = "fp32") -> str:
+    """An error in one line; with its type, but where it is one of this package, or the CPU does not have the format for that.
+
+    Parameters
+    ----------
+    autocast
+        The format in which it came.
+    """
+    if (unsupported := unsupported_text(error, autocast)) is not None:
+        return unsupported
     words = str(error).splitlines()
     text = words[0] if words else ""
     return text if isinstance(error, AmpWidgetsError) else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -267,7 +267,7 @@ def _row(corner: Corner, steps: FakeSteps, budget: float) -> BatchSizeRow:
     except CancelledError:
         raise
     except Exception as error:  # the user's code with another size or format; the other rows may be fine
-        return dataclasses.replace(row, why_not=first_line(error))
+        return dataclasses.replace(row, why_not=first_line(error, row.autocast))
 
 
 def _confirmed(
@@ -321,7 +321,7 @@ def _confirmed_row(
         except Exception as error:  # the user's code with another size
             if tries:
                 break
-            return dataclasses.replace(row, why_not=first_line(error))
+            return dataclasses.replace(row, why_not=first_line(error, row.autocast))
         tries += 1
         if done.fits:
             low, best = size, done

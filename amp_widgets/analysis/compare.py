@@ -34,6 +34,7 @@ from amp_widgets.analysis.trial import (
     loss_scale,
     region,
 )
+from amp_widgets.analysis.unsupported import unsupported_text
 from amp_widgets.core.batch_tree import batch_leaves
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.deaths import out_of_memory_in
@@ -55,6 +56,7 @@ SLOW_STEP_S = 1.0
 SLOWER = 3.0
 
 
+@interrupts_noted()
 def compare(
     loop: LiveLoop,
     batch: tuple[Any, Any],
@@ -220,7 +222,7 @@ class _Start:
 
 @contextlib.contextmanager
 def _kept(loop: LiveLoop, model: nn.Module, loss_fn: LossFunction) -> Iterator[_Start]:
-    with interrupts_noted(), loop.set_aside(), region("fp32", loop.device.type):
+    with loop.set_aside(), region("fp32", loop.device.type):
         start = _Start(loop, model, loss_fn)
         try:
             try:
@@ -434,6 +436,9 @@ class _Comparing:
             raise error
         if isinstance(error, AmpWidgetsError):
             return str(error)
+        unsupported = unsupported_text(error, course.corner.settings.autocast)
+        if unsupported is not None:
+            return unsupported
         return f"it fails: {type(error).__name__}: {error}".splitlines()[0].rstrip(".")
 
     def too_slow(self, course: _Course, taken_s: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from amp_widgets.analysis.autocast_lists import AutocastList, autocast_list, is_left_alone, knows
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.operator_watch import LOSS, MODEL, OperatorWatch, Reason, Seen
 from amp_widgets.analysis.trial import LossFunction, trial
 from amp_widgets.core.checkpointing import Checkpointing
@@ -187,6 +188,7 @@ class DtypeMap:
         return remarks
 
 
+@interrupts_noted()
 def dtype_map(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> DtypeMap:
     """Run a forward and a backward pass with the settings in force, and see in which formats every operator computes.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+from amp_widgets.analysis.left_frames import frames_cleared
 
 
 @contextlib.contextmanager
@@ -20,10 +23,10 @@ def interrupts_held() -> Iterator[None]:
     if handler is None or handler == signal.SIG_IGN:  # another thread, or a handler that is not Python's
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
+    came: list[int] = []  # without the frames, which hold all that was at hand then
 
     def hold(number: int, frame: FrameType | None) -> None:
-        came.append((number, frame))
+        came.append(number)
 
     signal.signal(signal.SIGINT, hold)
     try:
@@ -32,7 +35,7 @@ def interrupts_held() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is hold:  # what ran within may have set one of its own
             signal.signal(signal.SIGINT, handler)
         if came and callable(handler):
-            handler(*came[-1])
+            handler(came[-1], inspect.currentframe())
         elif came:
             signal.raise_signal(signal.SIGINT)
 
@@ -45,7 +48,29 @@ def interrupts_noted() -> Iterator[None]:
     ``KeyboardInterrupt`` that comes just then with it. `raise_lost_interrupt` raises it at the next place where it is called, or
     it is raised at the end; so is one that the user's code has caught. On other threads than the main one, which alone handles
     signals, and where the handler is not Python's, nothing is noted.
+
+    Whatever is raised leaves nothing in the frames that it has left, see `frames_cleared`.
     """
+    with frames_cleared(), _noted():
+        yield
+
+
+def raise_lost_interrupt() -> None:
+    """To be called before what takes long.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        When one was raised within `interrupts_noted` on this thread, and has not ended what is within.
+    """
+    noting = _here.noting
+    if noting is not None and noting.came:
+        noting.came = False
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):
         yield
@@ -65,20 +90,6 @@ def interrupts_noted() -> Iterator[None]:
             noting.end(around)
     finally:
         noting.end(around)  # an interrupt may have come in the midst of the first
-
-
-def raise_lost_interrupt() -> None:
-    """To be called before what takes long.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        When one was raised within `interrupts_noted` on this thread, and has not ended what is within.
-    """
-    noting = _here.noting
-    if noting is not None and noting.came:
-        noting.came = False
-        raise KeyboardInterrupt
 
 
 class _Noting:

@@ -19,6 +19,7 @@ from amp_widgets.analysis.plan import Plan
 from amp_widgets.analysis.plans import Plans
 from amp_widgets.analysis.precision import PrecisionReport, precision_cost
 from amp_widgets.analysis.preflight import Findings, preflight
+from amp_widgets.analysis.unsupported import unsupported_text
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.errors import AmpWidgetsError
 
@@ -144,6 +145,8 @@ class Inspections:
         except Exception as error:  # what the user's model or loss raises; it must not end the run
             words = str(error).splitlines()
             why_not = f"{kind}: {type(error).__name__}: {words[0] if words else ''}"
+            if (unsupported := unsupported_text(error, loop.settings.autocast)) is not None:
+                why_not = f"{kind}: {unsupported}"
         finally:
             with self._lock:
                 del self._begun[kind]

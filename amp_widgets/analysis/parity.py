@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from amp_widgets.analysis.autocast_lists import left_alone_text
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.relative_error import RelativeError, error_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, loss_scale, trial
 from amp_widgets.core.loop import LiveLoop
@@ -175,6 +176,7 @@ class ParityReport:
         return [*lines, *found.notes]
 
 
+@interrupts_noted()
 def check(loop: LiveLoop, batch: tuple[Any, Any], loss_fn: LossFunction) -> ParityReport:
     """Compare a forward and a backward pass of the settings in force with what they should give.
 

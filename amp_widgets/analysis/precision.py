@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from amp_widgets.analysis.autocast_lists import left_alone_text
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.relative_error import RelativeError, error_text
 from amp_widgets.analysis.trial import LossFunction, Outcome, Trial, loss_scale, trial
 from amp_widgets.core.autocast import DTYPES
@@ -157,6 +158,7 @@ class PrecisionReport:
         return [*([f"… and {hidden} more: report.layers"] if hidden > 0 else []), *self.sentences]
 
 
+@interrupts_noted()
 def precision_cost(
     loop: LiveLoop,
     batch: tuple[Any, Any],

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.rehearsal import LOSS, MODEL, Rehearsal, rehearse
 from amp_widgets.analysis.trial import LossFunction, check_batch, check_idle, check_loss_fn, is_compiled_function, trial
 from amp_widgets.core.checkpointing import Checkpointing
@@ -82,6 +83,7 @@ _SEVERITIES: Mapping[Severity, str] = {"error": marked("error"), "warning": mark
 _HEADINGS = marked_all("severity", "finding", "where", "why", "cure")
 
 
+@interrupts_noted()
 def preflight(loop: LiveLoop, batch: tuple[Any, Any] | None = None, loss_fn: LossFunction | None = None) -> Findings:
     """Look for what mixed precision and checkpointing stumble over, also for what would only fail on CUDA.
 

@@ -36,9 +36,9 @@ class ProgressBar:
             return
         self._drawn_s, self._drawn = now_s, progress
         bar = self._bar
-        if bar.total != progress.total:
-            bar.reset(total=progress.total)  # in a notebook, the bar's length follows nothing else
-        bar.n = progress.done
+        bar.total, bar.n = progress.total, progress.done
+        if hasattr(bar, "container"):  # in a notebook, the bar's length follows only reset(), which would show 0 steps
+            bar.container.children[1].max = progress.total
         bar.set_description_str(progress.doing, refresh=False)
         bar.set_postfix_str(left_text(progress.seconds_left), refresh=False)
         bar.refresh()

@@ -16,6 +16,7 @@ from amp_widgets.analysis.held_interrupt import interrupts_noted, raise_lost_int
 from amp_widgets.analysis.snapshot import Snapshot
 from amp_widgets.analysis.training_step import TrainingStep
 from amp_widgets.analysis.trial import copy_of_batch, region
+from amp_widgets.analysis.unsupported import unsupported_noted
 from amp_widgets.core.batch_tree import batch_leaves, first_dimension, is_batched, map_batch
 from amp_widgets.core.checkpointing import Checkpointing
 from amp_widgets.core.fp32_layers import Fp32Layers
@@ -29,6 +30,7 @@ from amp_widgets.core.settings import Settings, describe_settings
 from amp_widgets.errors import RunError
 
 
+@interrupts_noted()
 def real_step(
     loop: LiveLoop,
     model: nn.Module,
@@ -80,11 +82,11 @@ def real_step(
     step = TrainingStep(model, optimizers, loss_fn, settings, device.type, keeps_gradients=keeps_gradients, verb=verb)
     learns = not set(settings.checkpointed) <= set(Checkpointing(model).active)
     with (
-        interrupts_noted(),
         loop.set_aside(),
         switched(model, settings),
         Snapshot(model, optimizers, loss_fn=loss_fn) as snapshot,
         region("fp32", device.type),
+        unsupported_noted(settings.autocast),
     ):
         snapshot.renew_gradients()
         if learns or keeps_gradients or not all(optimizer.state for optimizer in optimizers):

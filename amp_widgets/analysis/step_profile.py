@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amp_widgets.analysis.held_interrupt import interrupts_noted
 from amp_widgets.analysis.profiled_step import ProfiledStep
 from amp_widgets.analysis.real_step import real_step
 from amp_widgets.analysis.trial import (
@@ -23,6 +24,7 @@ from amp_widgets.core.memory.profile import StepProfile, memory_text
 from amp_widgets.errors import RunError
 
 
+@interrupts_noted()
 def profile_step(
     loop: LiveLoop, batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor], *, label: str | None = None
 ) -> ProfiledStep:

@@ -306,9 +306,19 @@ def _axis(metric: str, values: Sequence[Any]) -> dict[str, Any]:
             known = np.concatenate([np.empty(0), *values])
             known = known[known > 0]
             far = known.size and known.max() > FAR_APART * known.min()
-            return {"tickformat": "~s", "ticksuffix": "s"} | ({"type": "log"} if far else {"rangemode": "tozero"})
+            logarithmic = {"type": "log", "labelalias": _WITH_UNIT}
+            return {"tickformat": "~s", "ticksuffix": "s"} | (logarithmic if far else {"rangemode": "tozero"})
         case _:
             return {"rangemode": "tozero", "tickformat": "~s", "ticksuffix": "B"}
+
+
+_WITH_UNIT = {
+    f"{digit}{zeros}{prefix}": f"{digit}{zeros}{prefix}s"
+    for digit in range(1, 10)
+    for zeros in ("", "0", "00")
+    for prefix in ("n", "µ", "m", "", "k")
+}
+"""Plotly gives suffixes on a logarithmic axis only to powers of ten: of the labels between them, "500m" is none of a time."""
 
 
 def _span(runs: Sequence[OverlaidRun]) -> float:

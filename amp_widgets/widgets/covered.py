@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from IPython.core.displayhook import CapturingDisplayHook
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
-from IPython.utils.capture import CapturedIO, capture_output
+from IPython.utils.capture import CapturedIO
 
 from amp_widgets.language import say
 from amp_widgets.widgets.question_text import WAITING, Value
@@ -44,13 +47,67 @@ def cover(questions: Sequence[Guessed]) -> Iterator[None]:
     covered = _Cover(questions)
     _gate.enter(covered)
     try:
-        with capture_output(stderr=False) as captured:
+        with _captured() as captured:
             yield
     except BaseException:
         _gate.leave(covered)
         captured.show()
         raise
     covered.put(captured)
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[CapturedIO]:
+    """As IPython's ``capture_output(stderr=False)``, but for one thing: the shell keeps its publisher.
+
+    While the cell runs, messages of the page are handled, within it and on other threads, and for each of them ipykernel tells
+    the publisher where its outputs belong (``set_parent``). One that only captures cannot be told, and the message would fail.
+    """
+    printed = io.StringIO()
+    outputs: list[dict[str, Any]] = []
+    shell: Any = get_ipython()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        if shell is not None:
+            publish = shell.display_pub.publish
+
+            def keep(data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **more: Any) -> None:
+                with _gate.lock:
+                    elsewhere = (transient or {}).get("display_id") not in _displayed(outputs)
+                    if update and elsewhere and _gate.own:  # uncovered by a guess that came meanwhile: it is no part of this
+                        publish(data, metadata, transient=transient, update=True, **more)
+                    else:
+                        outputs.append({"data": data, "metadata": metadata, "transient": transient, "update": update})
+
+            def clear(wait: bool = False) -> None:
+                outputs.clear()
+                printed.seek(0)
+                printed.truncate()
+
+            stack.enter_context(_instead(shell.display_pub, publish=keep, clear_output=clear))
+            stack.enter_context(_instead(sys, displayhook=CapturingDisplayHook(shell=shell, outputs=outputs)))
+        yield CapturedIO(printed, None, outputs)
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, **functions: Callable[..., None]) -> Iterator[None]:
+    """Have `owner` use these in place of its own."""
+    before = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name in functions:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)  # the class has it
+
+
+def _displayed(outputs: Sequence[dict[str, Any]]) -> set[object]:
+    """The display ids of what is displayed among these, not updated."""
+    return {(output.get("transient") or {}).get("display_id") for output in outputs if not output.get("update")}
 
 
 class _Part(NamedTuple):
@@ -128,7 +185,7 @@ class _Gate:
         self._entered: list[weakref.ref[_Cover]] = []  # the newest first: so an inner one comes before its outer
         self._publisher: Any = None
         self._publish: Any = None
-        self._own = False  # the cover's own messages pass
+        self.own = False  # the cover's own messages pass
 
     @property
     def _covers(self) -> list[_Cover]:
@@ -178,18 +235,18 @@ class _Gate:
             if data.get("text/plain"):
                 print(data["text/plain"])
             return
-        self._own = True
+        self.own = True
         try:
             shell.display_pub.publish(data, metadata, transient={"display_id": place}, update=update)
         finally:
-            self._own = False
+            self.own = False
 
     def _filtered(
         self, data: Any, metadata: Any = None, *args: Any, transient: Any = None, update: bool = False, **more: Any
     ) -> None:
         with self.lock:
             place = (transient or {}).get("display_id")
-            if not self._own and place and _taken(self._covers, place, data, metadata or {}, update=update):
+            if not self.own and place and _taken(self._covers, place, data, metadata or {}, update=update):
                 return
             publish = self._publish
             if not self._covers:

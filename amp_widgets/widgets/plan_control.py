@@ -10,7 +10,7 @@ from typing import Any
 import traitlets
 
 from amp_widgets.analysis.plan import Alternative, Plan
-from amp_widgets.core.memory.budget import typed_size
+from amp_widgets.core.memory.budget import typed_size, without_unit
 from amp_widgets.core.memory.profile import memory_text
 from amp_widgets.core.settings import AUTOCAST_NAMES, Settings
 from amp_widgets.errors import SettingsError
@@ -34,10 +34,10 @@ EXAMPLE = marked(
     "holds 124.8 MB. Use the plan: the memory chart steps down, and after the next step predicted and measured stand beside"
     " each other. Then drag the budget: below 43 MB no set of layers fits, and bf16 is offered."
 )
-LEAST_BARE = 1000
-"""Bytes: of a number below it that is typed without a unit, that is taken to be forgotten."""
 SUGGESTED = 0.6
 """Of the highest peak so far: the budget that is filled in where nobody has said one."""
+LEAST_DRAGGED = 0.1
+"""Of the highest peak so far: the least budget that can be dragged to before a plan tells what is possible."""
 
 
 class PlanControl(Control):
@@ -68,7 +68,8 @@ class PlanControl(Control):
     budget_text = traitlets.Unicode().tag(sync=True)
     budget_error = traitlets.Unicode().tag(sync=True)
     range: traitlets.List[Any] = traitlets.List(
-        help="The least possible peak and that of none, with texts; empty: not known."
+        help="What can be dragged, with texts: from the least possible peak to that of none, before a plan to the peak so far; "
+        "empty: not known."
     ).tag(sync=True)
     why_no_batch = traitlets.Unicode().tag(sync=True)
     pending = traitlets.Bool(False).tag(sync=True)
@@ -120,6 +121,7 @@ class PlanControl(Control):
             "why_no_batch": "" if state.why_no_batch is None else say("To plan, {why}.", why=in_language(state.why_no_batch)),
             "caption": "" if plan is None else say("Planned before step {step}", step=f"{inspection.step:,}"),
             **self._suggestion(),
+            **self._first_range(),
             **self._uses(),
         }
         self._put(values)
@@ -144,7 +146,7 @@ class PlanControl(Control):
 
     def _traits_for(self, state: DashboardState) -> dict[str, Any]:
         self._dashboard = state
-        return {**self._suggestion(), **self._uses()}
+        return {**self._suggestion(), **self._first_range(), **self._uses()}
 
     def _ask(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -190,9 +192,21 @@ class PlanControl(Control):
         """A budget for a start, as long as nobody has said one."""
         if self._said:
             return {}
-        peak = math.nan if self._dashboard is None else self._dashboard.overall_peak_bytes
+        peak = self._peak_so_far
         found = self._state.budget_bytes if self._state.budget_bytes is not None else _two_digits(SUGGESTED * peak)
         return _budget_traits(found) if found > 0 else {}
+
+    def _first_range(self) -> dict[str, Any]:
+        """What can be dragged before there is a plan, which knows better."""
+        if self._plan is not None:
+            return {}
+        peak = math.nan if self._state.why_no_batch is not None else self._peak_so_far
+        low = _two_digits(LEAST_DRAGGED * peak)
+        return {"range": [low, peak, memory_text(low), memory_text(peak)] if peak > low > 0 else []}
+
+    @property
+    def _peak_so_far(self) -> float:
+        return math.nan if self._dashboard is None else self._dashboard.overall_peak_bytes
 
     def _uses(self) -> dict[str, Any]:
         plan, dashboard = self._plan, self._dashboard
@@ -291,12 +305,12 @@ def _size(text: str) -> float:
     SettingsError
         When it is none.
     """
+    if (bare := without_unit(text)) is not None:
+        raise SettingsError(bare)
     found = None
     with contextlib.suppress(SettingsError):
         found = typed_size(text)
     if found is not None and math.isfinite(found) and found > 0:
-        if found < LEAST_BARE and not text.strip()[-1].isalpha():
-            raise SettingsError(f"got {text!r} without a unit, expected one with so small a number, such as {text.strip()} GB")
         return found
     raise SettingsError(f"got {text!r}, expected a size above 0, such as 8 GB or 60 MB")
 

@@ -109,7 +109,7 @@ class Question(Control):
     ------
     QuestionError
         When there is only one choice, or one is there twice; when nothing is between what is possible; when a text is no
-        text, or a number no number.
+        text or empty, or a number no number.
     """
 
     _esm = page_script("question")
@@ -324,7 +324,7 @@ def ask(
     ------
     QuestionError
         When there is only one choice, or one is there twice; when nothing is between what is possible; when a text is no
-        text, or a number no number.
+        text or empty, or a number no number.
     """
     question = Question(text, unit=unit, choices=choices, within=within, between=between, whole=whole)
     kernel.answer_where_asked(question.comm)  # a guess is taken also while a cell runs
@@ -332,7 +332,7 @@ def ask(
 
 
 def _check_texts(text: object, unit: object, choices: object) -> None:
-    """Refuse what is no text where one is expected."""
+    """Refuse what is no text, or an empty one, where one is expected."""
     if not _is_text(text):
         raise QuestionError(f"text: got {text!r}, expected a text, or one in each language such as {{'en': '…', 'ko': '…'}}")
     if not isinstance(unit, str):
@@ -345,7 +345,7 @@ def _check_texts(text: object, unit: object, choices: object) -> None:
 
 def _is_text(text: object) -> bool:
     texts = list(text.values()) if isinstance(text, Mapping) else [text]
-    return bool(texts) and all(isinstance(one, str) for one in texts)
+    return bool(texts) and all(isinstance(one, str) and one.strip() for one in texts)
 
 
 def _check_numbers(within: object, between: object) -> None:

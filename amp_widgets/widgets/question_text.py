@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from amp_widgets.errors import FormatError, QuestionError
 from amp_widgets.language import marked, say
-from amp_widgets.widgets.typed_number import number_in, typed_number
+from amp_widgets.widgets.typed_number import EXPECTED, number_in, typed_number
 
 Value = float | str
 """A number, or one of the choices."""
@@ -49,6 +49,7 @@ AT_LEAST = marked("got {got}, expected {least} or more: nothing below that is po
 FROM_TO = marked("got {got}, expected a number from {least} to {most}: nothing else is possible here")
 NO_NUMBER = marked("got {got}, expected a number")
 NOT_WHOLE = marked("got {got}, expected a whole number: it is counted")
+NO_FIGURES = marked("got {got}, expected a whole number in figures, such as 12 or 2^8")
 NO_CHOICE = marked("got {got}, expected one of {choices}")
 MEASURED_NO_CHOICE = marked("measured: got {got}, expected one of the question's choices: {choices}")
 MEASURED_NO_NUMBER = marked("measured: got {got}, expected a number, as the question asks for one")
@@ -123,7 +124,7 @@ def read_guess(value: Value, unit: str, choices: Sequence[str], possible: Possib
         if value not in choices:
             raise QuestionError(NO_CHOICE.format(got=repr(value), choices=", ".join(map(repr, choices))))
         return value
-    guess = _typed(value, unit) if isinstance(value, str) else _number(value)
+    guess = _typed(value, unit, whole=possible.whole) if isinstance(value, str) else _number(value)
     possible.check(guess, unit)
     return guess
 
@@ -241,13 +242,15 @@ def _short(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.0f}" if value < 1e15 else f"{value:.2g}"
 
 
-def _typed(value: str, unit: str) -> float:
+def _typed(value: str, unit: str, *, whole: bool) -> float:
     """A number as it was typed, also with its unit."""
     if not value.strip():
         raise QuestionError(EMPTY)
     try:
         return typed_number(number_in(value, unit))
     except FormatError as error:
+        if whole and EXPECTED in str(error):  # it could not be read; fractions are no example where it is counted
+            raise QuestionError(NO_FIGURES.format(got=repr(value.strip()))) from None
         raise QuestionError(str(error)) from None
 
 

@@ -127,6 +127,10 @@ def test_step_times_far_apart_are_logarithmic_and_it_is_said() -> None:
     far = overlay_figure([run_of(0, step_s=[1, 2]), run_of(1, step_s=[0.01, 0.02])], metrics=["step_s"])
     assert near.layout.yaxis.type is None
     assert far.layout.yaxis.type == "log"
+    # Plotly writes those between powers of ten without the suffix: "500m", and beside it "100ms"
+    alias = far.layout.yaxis.labelalias
+    assert [alias[label] for label in ("500m", "20µ", "2", "300", "5k")] == ["500ms", "20µs", "2s", "300s", "5ks"]
+    assert near.layout.yaxis.labelalias is None
     assert "<b>step time</b> · logarithmic" in texts(far)
 
 

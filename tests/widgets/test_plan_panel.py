@@ -242,9 +242,9 @@ def test_a_budget_is_typed_dragged_and_asked_for(control: PlanControl, asked: li
         assert control.budget_error == f"Budget: got {wrong!r}, expected a size above 0, such as 8 GB or 60 MB"
         assert control.budget_text == wrong
         say(control, propose=True, text=wrong)
-    for bare in ("8", " 60 ", "999", "1e2"):
+    for bare in ("8", " 60 ", "999", "1e2", "8000"):
         say(control, propose=True, text=bare)
-        wanted = f"Budget: got {bare!r} without a unit, expected one with so small a number, such as {bare.strip()} GB"
+        wanted = f"Budget: got {bare!r} without a unit, expected one with so small a number, such as {bare.strip()} MB"
         assert control.budget_error == wanted
     assert len(asked) == 4
     for given in ("8 B", "200e6"):
@@ -265,6 +265,20 @@ def test_a_budget_is_typed_dragged_and_asked_for(control: PlanControl, asked: li
     ):
         say(control, **message)
     assert len(asked) == 5
+
+
+def test_a_budget_can_be_dragged_before_there_is_a_plan(ask: Any, asked: list[Any]) -> None:
+    control = PlanControl(ask, ask, dashboard=state_of(overall_peak_bytes=124.8e6))
+    assert control.range == [12e6, 124.8e6, "12.0 MB", "124.8 MB"]
+    control.show(PlanState(why_no_batch="there is no batch to work on yet"))
+    assert control.range == []
+    control.show(PlanState())
+    say(control, budget=60e6)
+    assert asked == [("plan", {"budget_bytes": 60e6})]
+    control.show(planned())
+    assert control.range == [43e6, 124.8e6, "43.0 MB", "124.8 MB"]
+    control.render(state_of(overall_peak_bytes=300e6))
+    assert control.range == [43e6, 124.8e6, "43.0 MB", "124.8 MB"]
 
 
 def test_a_budget_is_suggested_until_somebody_says_one(ask: Any, asked: list[Any], messages: Any) -> None:

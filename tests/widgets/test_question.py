@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.display import HTML, display
+from IPython.display import HTML, clear_output, display
 
 import amp_widgets as aw
 from amp_widgets.errors import QuestionError
@@ -30,6 +30,7 @@ from amp_widgets.widgets.question_text import (
     RIGHT,
     SETTLED,
     WAITING,
+    Possible,
     read_guess,
     value_text,
     verdict,
@@ -115,6 +116,23 @@ def test_what_is_no_number_is_refused(typed: Any) -> None:
         read_guess(typed, "%", ())
 
 
+@pytest.mark.parametrize("typed", ["스물", "십", "twenty", "5 apples"])
+def test_the_hint_where_it_is_counted_is_of_whole_numbers(typed: str) -> None:
+    with pytest.raises(QuestionError) as caught:
+        read_guess(typed, "steps", (), Possible(0, whole=True))
+    assert str(caught.value) == f"got {typed!r}, expected a whole number in figures, such as 12 or 2^8"
+    with pytest.raises(QuestionError, match="division by zero"):
+        read_guess("1/0", "steps", (), Possible(0, whole=True))
+
+
+def test_the_hint_in_korean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_WIDGETS_LANG", "ko")
+    question = aw.ask("?", whole=True)
+    say(question, guess="스물")
+    assert question.problem == "받은 값: '스물', 필요한 값: 숫자로 쓴 정수. 예: 12, 2^8"
+    question.close()
+
+
 @pytest.mark.parametrize("typed", ["", "  "])
 def test_nothing_is_no_guess(typed: str) -> None:
     with pytest.raises(QuestionError, match="type a number first"):
@@ -161,6 +179,14 @@ def test_what_is_possible_is_taken(guess: float) -> None:
 def test_something_must_be_possible(between: tuple[float, float]) -> None:
     with pytest.raises(QuestionError, match="between: got"):
         aw.ask("?", between=between)
+
+
+@pytest.mark.parametrize("text", ["", "  ", {"en": "How many?", "ko": ""}, {}])
+def test_a_question_has_a_text(text: Any) -> None:
+    with pytest.raises(QuestionError, match=r"text: got .*, expected a text"):
+        aw.ask(text)
+    with pytest.raises(QuestionError, match="choices: got"):
+        aw.ask("?", choices=["a", text])
 
 
 def test_choices_in_several_languages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,6 +388,28 @@ def test_a_dashboard_in_what_is_covered_keeps_its_picture_up_to_date(page: Page,
     assert "at step 8" in dict(page.outputs)[pictures[0]]["text/plain"]
     assert page.lost == []
     dashboard.close()
+
+
+def test_clearing_the_output_in_what_is_covered(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+    question = aw.ask("One?")
+    display(Bold("above"))
+    with question.covered():
+        print("10 %")
+        display(Bold("half"))
+        clear_output(wait=True)
+        print("100 %")
+        display(Bold("whole"))
+    question.guess(1)
+    assert page.texts == ["above", "100 %", "whole"]
+    assert capsys.readouterr().out == ""
+
+
+def test_what_shows_outputs_is_the_shells_own_while_they_are_covered(page: Page) -> None:
+    """For whoever tells it, in the meantime, where they belong."""
+    with aw.ask("One?").covered():
+        assert InteractiveShell.instance().display_pub is page
+        with aw.ask("Two?").covered():
+            assert InteractiveShell.instance().display_pub is page
 
 
 def test_an_error_in_what_is_covered_is_not(page: Page, capsys: pytest.CaptureFixture[str]) -> None:

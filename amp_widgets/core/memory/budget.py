@@ -11,6 +11,9 @@ import torch
 from amp_widgets.core.memory.profile import memory_text, place_in_words
 from amp_widgets.errors import AmpWidgetsError, SettingsError
 
+LEAST_BARE = 1e6
+"""Bytes: of a smaller number that is written without a unit, that is taken to be forgotten."""
+
 
 class MemoryBudgetError(AmpWidgetsError, torch.OutOfMemoryError):
     """An op of a step went above ``memory_budget``; what it had made was dropped.
@@ -32,10 +35,12 @@ def checked_budget(value: object, verb: str) -> float:
     Raises
     ------
     SettingsError
-        When it is no finite number above 0.
+        When it is no finite number above 0, or a text without a unit.
     """
     number = _positive(value)
     if number is None:
+        if (bare := without_unit(value)) is not None:
+            raise SettingsError(f"{verb}: budget_bytes: {bare}")
         raise SettingsError(
             f'{verb}: budget_bytes: got {_shown(value)}, expected a number of bytes above 0, such as 8e9 for 8 GB, or "8 GB"'
         )
@@ -48,10 +53,12 @@ def budget_in_bytes(value: object) -> float | None:
     Raises
     ------
     SettingsError
-        When it is no finite number above 0.
+        When it is no finite number above 0, or a text without a unit.
     """
     number = None if value is None else _positive(value)
     if value is not None and number is None:
+        if (bare := without_unit(value)) is not None:
+            raise SettingsError(f"memory_budget: {bare}")
         raise SettingsError(
             f"memory_budget: got {_shown(value)}, expected a number of bytes above 0, such as 200e6 for 200 MB, "
             'a text such as "200 MB", or None for no budget'
@@ -67,10 +74,12 @@ def typed_size(text: str) -> float | None:
     Raises
     ------
     SettingsError
-        When it is no size.
+        When it is no size, or a number below `LEAST_BARE` without a unit.
     """
     if text.strip().lower() in ("off", "none"):
         return None
+    if (bare := without_unit(text)) is not None:
+        raise SettingsError(bare)
     found = _SIZE.fullmatch(text.strip())
     unit = "" if found is None else found[2].lower()
     if found is None or unit not in _UNITS:
@@ -79,6 +88,19 @@ def typed_size(text: str) -> float | None:
             "(powers of 1000) and KiB MiB GiB TiB (of 1024)"
         )
     return float(found[1]) * _UNITS[unit]
+
+
+def without_unit(value: object) -> str | None:
+    """What is wrong with a text that is a number below `LEAST_BARE` without a unit; None for everything else.
+
+    >>> without_unit("60")
+    "got '60' without a unit, expected one with so small a number, such as 60 MB"
+    """
+    if not isinstance(value, str) or (found := _SIZE.fullmatch(value.strip())) is None or found[2]:
+        return None
+    if not 0 < float(found[1]) < LEAST_BARE:
+        return None
+    return f"got {value!r} without a unit, expected one with so small a number, such as {value.strip()} MB"
 
 
 def told_apart(*sizes_bytes: float) -> tuple[str, ...]:

@@ -337,6 +337,25 @@ class TestError:
         with pytest.raises(SettingsError, match="got an object of type int"):  # its repr cannot be had
             checked_budget(10**5000, "plan")
 
+    @pytest.mark.parametrize("text", ["60", " 60 ", "8000", "1e2", ".5"])
+    def test_a_text_without_a_unit(self, text: str) -> None:
+        wanted = f"got {text!r} without a unit, expected one with so small a number, such as {text.strip()} MB"
+        for budget, asked in (
+            (lambda: checked_budget(text, "plan"), "plan: budget_bytes"),
+            (lambda: budget_in_bytes(text), "memory_budget"),
+        ):
+            with pytest.raises(SettingsError) as caught:
+                budget()
+            assert str(caught.value) == f"{asked}: {wanted}"
+        assert (
+            checked_budget(60, "plan")
+            == checked_budget("60 B", "plan")
+            == budget_in_bytes(60.0)
+            == budget_in_bytes("60B")
+            == 60.0
+        )
+        assert checked_budget("200e6", "plan") == 200e6
+
     def test_told_apart(self) -> None:
         assert told_apart(8e6, 8e6) == ("8.0 MB", "8.0 MB")
         assert told_apart(8e6, 9e6) == ("8.0 MB", "9.0 MB")
