@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -15,6 +18,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
 from amp_widgets.analysis.fake_kernels import UnfakeableError
 from amp_widgets.analysis.fake_model import FakeScaler, FakeTraining
@@ -37,8 +42,8 @@ from amp_widgets.core.fp32_layers import Fp32Layers
 from amp_widgets.core.loop import LiveLoop
 from amp_widgets.core.memory.death import is_out_of_memory
 from amp_widgets.core.memory.lives import RecordedStorages
-from amp_widgets.core.memory.profile import LayerProfile, StepProfile
-from amp_widgets.core.memory.step_record import StepRecord
+from amp_widgets.core.memory.profile import PHASES, LayerProfile, StepProfile
+from amp_widgets.core.memory.step_record import NO_LAYER, StepRecord
 from amp_widgets.core.memory.storages import LiveStorages, state_of
 from amp_widgets.core.memory.tracker import StepTracker
 from amp_widgets.core.memory.whole_step import CompleteStep
@@ -52,6 +57,40 @@ NOT_COUNTED = "is not followed op by op, so that its memory can neither be predi
 
 class TooLargeError(RunError):
     """A step can only be measured, and has more rows than real steps are run with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCall:
+    """One call of a layer.
+
+    Attributes
+    ----------
+    begin, end
+        First and last point of its forward pass; the latter is before the first where nothing is made in it.
+    first, last
+        First and last point of its backward pass; None where there is none.
+    """
+
+    begin: int
+    end: int
+    first: int | None
+    last: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedStep(CompleteStep):
+    """A complete step of which it is known, too, where each call of a layer begins and ends; another may come right after it.
+
+    Attributes
+    ----------
+    calls
+        Of each layer that was called, by position, in their order.
+    first_input_bytes
+        Of each of them, what copies take of the tensors that go into its first call with gradients, by position or by name.
+    """
+
+    calls: Mapping[int, Sequence[LayerCall]]
+    first_input_bytes: Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -491,7 +530,27 @@ _NO_TIMES = "predicted on fake tensors: nothing was computed, and times are not 
 
 
 class _FakeTracker(StepTracker):
-    """Passes over what is asked of fakes alone."""
+    """Passes over what is asked of fakes alone, and tells the calls of a layer apart."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        storages: RecordedStorages,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stretch = _NOWHERE  # of the graph's nodes, between two changes of the layer: where the backward pass is
+        self._stretches: list[int] = []  # of each point
+        self._begun: dict[int, tuple[int, int, int]] = {}  # at each depth: layer, point and stretch with which a call began
+        self._called: list[tuple[int, int, int, int, int]] = []  # layer, first and last point, first and last stretch
+        self._first_input_bytes: dict[int, int] = {}
+        super().__init__(model, optimizers, storages, clock)
+
+    def start(self) -> str | None:
+        """As of every step; besides, what goes into the layers by name is looked at."""
+        because = super().start()
+        self._handles.append(register_module_forward_hook(self._look_at_inputs, with_kwargs=True))
+        return because
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -501,6 +560,72 @@ class _FakeTracker(StepTracker):
             return _META if fake.fake_mode.in_kernel_invocation else fake.fake_device
         with torch._C.DisableTorchFunction():  # which would look for real tensors in what torch's modes do themselves
             return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def complete(self, record: StepRecord) -> FollowedStep:
+        """What `finish` has given, with what went into the layers and came out of them, and their calls."""
+        points = len(record.points)
+        at, stretch = np.arange(points), np.array(self._stretches)
+        known = stretch != _NOWHERE
+        first, last = np.full(len(self._node_numbers), points), np.full(len(self._node_numbers), -1)
+        np.minimum.at(first, stretch[known], at[known])
+        np.maximum.at(last, stretch[known], at[known])
+        calls: dict[int, list[LayerCall]] = {}
+        for layer, begin, end, begins_with, ends_with in sorted(self._called, key=lambda call: call[3]):
+            back = _extremes(first[begins_with : ends_with + 1], last[begins_with : ends_with + 1])
+            calls.setdefault(layer, []).append(LayerCall(begin=begin, end=end, first=back[0], last=back[1]))
+        return FollowedStep(
+            record=record,
+            inputs=self._inputs,
+            outputs=self._outputs,
+            calls=calls,
+            first_input_bytes=self._first_input_bytes,
+        )
+
+    def _add_point(self, phase: int, layer: int, op: Any, time_s: float) -> None:
+        super()._add_point(phase, layer, op, time_s)
+        self._stretches.append(_NOWHERE if layer == NO_LAYER or phase not in _GOING_BACK else self._stretch)
+
+    def _layer_of_node(self) -> int:
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if node is not None and (number := node._sequence_nr()) <= _MOST_NODES:
+            self._stretch = bisect_right(self._node_numbers, number) - 1
+        return super()._layer_of_node()
+
+    def _call_begins(self, module: nn.Module, layer: int) -> None:
+        super()._call_begins(module, layer)
+        depth = len(self._calls_open)
+        self._begun.pop(depth, None)
+        if self._task == _NO_PASS:
+            self._begun[depth] = layer, self._recorded.points, len(self._node_numbers) - 1
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        end, ends_with, depth = self._recorded.points - 1, len(self._node_numbers) - 1, len(self._calls_open)
+        super()._after_forward(module, args, output)
+        if len(self._calls_open) < depth and (begun := self._begun.pop(len(self._calls_open) + 1, None)) is not None:
+            layer, begin, begins_with = begun
+            self._called.append((layer, begin, end, begins_with, ends_with))
+
+    def _look_at_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = self._layer_of.get(id(module), NO_LAYER)
+        if layer == NO_LAYER or self._task != _NO_PASS or not torch.is_grad_enabled() or self.over or not self._is_ours():
+            return
+        if kwargs:
+            self._inputs.setdefault(layer, []).extend(self._lives_of(kwargs))
+        if layer not in self._first_input_bytes:
+            tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            self._first_input_bytes[layer] = sum(each.nbytes for each in tensors.values())
+
+
+_NOWHERE = _NO_PASS = -1
+_GOING_BACK = (PHASES.index("backward"), PHASES.index("recompute"))
+_MOST_NODES = 2**63 - 1
+"""The numbers of the graph's nodes end here; above it are those that add to the gradient of a leaf."""
+
+
+def _extremes(first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> tuple[int | None, int | None]:
+    """The lowest and the highest of some stretches; None where the backward pass has been in none of them."""
+    end = int(last.max(initial=-1))
+    return (None, None) if end < 0 else (int(first.min()), end)
 
 
 _DEVICE = torch.ops.prim.device.default

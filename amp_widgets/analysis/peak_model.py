@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from amp_widgets.analysis.fake_step import FollowedStep
 from amp_widgets.core.memory.lives import ACTIVATION, BUFFER, PARAMETER, RECOMPUTE, TEMPORARY
 from amp_widgets.core.memory.profile import PHASES, StepProfile
 from amp_widgets.core.memory.step_mode import operator_name
@@ -21,8 +22,8 @@ class PeakModel:
 
     A checkpointed layer lets go of what was made in it, but for its outputs, from the end of its forward pass until its own
     backward pass begins; there all of it is made again, at once. Its inputs are held until its backward pass is over. So what
-    is held at a moment is what was held, and for each layer a number that is mostly negative. Two layers of which one is inside
-    the other do not add up like that.
+    is held at a moment is what was held, and for each layer a number that is mostly negative: the sum over its calls. Two layers
+    of which one is inside the other, or called by the other, do not add up like that.
 
     Attributes
     ----------
@@ -42,12 +43,14 @@ class PeakModel:
         change_bytes: Bytes,
         *,
         spared: Mapping[str, tuple[str, ...]] | None = None,
+        called_by: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.names = tuple(names)
         self.held_bytes = held_bytes
         self.change_bytes = change_bytes
         self._rows = {name: row for row, name in enumerate(self.names)}
         self._spared = spared or {}
+        self._called_by = [(outer, name) for outer, name in called_by if outer in self._rows and name in self._rows]
 
     @classmethod
     def of_step(cls, complete: CompleteStep, candidates: Iterable[str]) -> PeakModel:
@@ -69,12 +72,13 @@ class PeakModel:
         at_points = np.array([change.bytes for change in kept]).reshape(len(kept), len(step.held))
         again = at_points[:, before]
         for column, (row, _, rise) in enumerate(rises):
-            again[row, column] = rise
+            again[row, column] += rise
         return cls(
             names,
             np.concatenate([step.held, step.before[before]]),
             np.concatenate([at_points, again], axis=1),
             spared={name: change.spared for name, change in changes.items()},
+            called_by=step.called_by(),
         )
 
     @classmethod
@@ -90,8 +94,13 @@ class PeakModel:
         return self._spared.get(name, ())
 
     def peak_bytes(self, names: Iterable[str]) -> float:
-        """About the most that is held with these checkpointed; a layer inside another one of them counts for nothing."""
-        rows = [self._rows[name] for name in outermost(tuple(names)) if name in self._rows]
+        """About the most that is held with these checkpointed.
+
+        Of them, a layer inside another one counts for nothing, and one that calls another one from elsewhere.
+        """
+        names = outermost(tuple(names))
+        callers = {outer for outer, name in self._called_by if name in names}
+        rows = [self._rows[name] for name in names if name in self._rows and name not in callers]
         return float((self.held_bytes + self.change_bytes[rows].sum(axis=0)).max())
 
     def saved_bytes(self, name: str) -> float:
@@ -99,16 +108,18 @@ class PeakModel:
         return float(-self.change_bytes[self._rows[name]].min()) if name in self._rows else 0.0
 
     def nested(self) -> list[tuple[int, int]]:
-        """Pairs of positions in `names`, the second inside the first."""
+        """Pairs of positions in `names`, the second inside the first, or called by it."""
         rows = self._rows
-        return [(rows[outer], rows[name]) for name in self.names for outer in _around(name) if outer in rows]
+        inside = [(rows[outer], rows[name]) for name in self.names for outer in _around(name) if outer in rows]
+        return inside + [(rows[outer], rows[name]) for outer, name in self._called_by]
 
 
 def first_step_peak(complete: CompleteStep, names: Iterable[str]) -> float:
     """The most that the first step with these layers checkpointed holds, by one after it.
 
     In a layer's first call it is not known yet whether it overwrites its inputs and large buffers: copies are held while it
-    runs, and for the inputs of each call one number until its backward pass is over. See `amp_widgets.core.recompute`.
+    runs, and for its inputs one number each until its backward pass is over. In its further calls it is known. See
+    `amp_widgets.core.recompute`.
     """
     return _Step(complete).first_step_peak(names)
 
@@ -137,7 +148,7 @@ class _Change:
     def __init__(self, points: int) -> None:
         self._steps = np.zeros(points + 1)
         self._points = points
-        self.rises: list[tuple[int, float]] = []  # point right after a recompute, and what that changes
+        self.rises: list[tuple[int, float]] = []  # point right after a recompute, and what is more then
         self.spared: tuple[str, ...] = ()
 
     def add(self, nbytes: float, start: int, stop: int) -> None:
@@ -201,10 +212,12 @@ class _Step:
         calls = self._calls_of(layer)
         if not calls:
             return None
-        kept = {self._places.get(id(life)) for life in outputs}
+        kept = {place for life in outputs if (place := self._places.get(id(life))) is not None}
+        inputs = self._inputs_of(layer)
         change = _Change(self._points)
         buffers = self._size[(self._kind == BUFFER) & np.isin(self._owner, self._within[layer])]
         copied = float(buffers[buffers <= _SMALL_TENSOR_BYTES].sum())
+        made_in_calls = np.zeros(len(self._born), dtype=bool)
         for there, back in calls:
             (begin, end), (first, last) = there, back
             inside = np.flatnonzero((self._born >= begin) & (self._born <= end) & (self._kind == ACTIVATION))
@@ -212,13 +225,22 @@ class _Step:
                 if place not in kept:
                     start = self._backward_begins if self._is_cast[place] else min(self._let_go(place), end + 1)
                     change.add(-float(self._size[place]), start, min(int(self._died[place]), first))
-            for place in self._inputs_of(layer):
+            # The first call after an input was made is the one whose backward pass comes last.
+            for place in inputs:
                 if self._born[place] < begin:
                     change.add(float(self._size[place]), int(self._died[place]), last + 1)
+            inputs = {place for place in inputs if self._born[place] >= begin}
             change.add(copied, begin, last + 1)
-            gone = sum(float(self._size[place]) for place in inside if place not in kept and self._died[place] > first)
+            # Casts of weights that a call before has made are made again for the backward pass of each call.
+            casts = float(self._size[self._is_cast & made_in_calls].sum())
+            change.add(casts, first, last + 1)
+            made_in_calls[inside] = True
+            died = self._died[inside]
+            # What only the layer itself holds of its outputs by now is gone before they are computed again.
+            again = np.isin(inside, list(kept)) & (died > last + 1)
+            gone = float(self._size[inside[(died > first) & ~again]].sum())
             rise, until = self._recompute(begin, end, first)
-            change.rises.append((first, rise - gone + 2 * copied))
+            change.rises.append((first, rise - gone + copied))
             if len(calls) == self._record.calls[layer] == 1:
                 change.spared = self._called_after(layer, until)
         return change
@@ -229,12 +251,28 @@ class _Step:
         for name in names:
             layer = self._facts.names.index(name)
             buffers = self._size[(self._kind == BUFFER) & np.isin(self._owner, self._within[layer])]
-            inputs = self._size[sorted(self._inputs_of(layer))]
-            copied = float(inputs.sum() + buffers[buffers > _SMALL_TENSOR_BYTES].sum())
-            for (begin, end), (_, last) in self._calls_of(layer):
-                held[begin : end + 1] += copied
+            for (begin, end), (_, last) in self._calls_of(layer)[:1]:
+                copied = buffers[buffers > _SMALL_TENSOR_BYTES].sum()
+                held[begin : end + 1] += self._first_input_bytes(layer, begin) + float(copied)
                 held[begin : last + 1] += _STAND_IN_BYTES
         return float(held.max())
+
+    def called_by(self) -> set[tuple[str, str]]:
+        """Pairs of layers, the second called by the first, in which it is not by its name: it is called from elsewhere, too."""
+        names = self._facts.names
+        calls = [
+            (begin, -end, layer)
+            for layer in (self._complete.calls if isinstance(self._complete, FollowedStep) else ())
+            for (begin, end), _ in (self._calls_of(layer) if layer >= 0 else ())
+        ]
+        found: set[tuple[str, str]] = set()
+        around: list[tuple[int, int]] = []  # last point and layer of the calls that are not over
+        for begin, less_end, layer in sorted(calls):
+            while around and around[-1][0] < begin:
+                around.pop()
+            found.update((names[outer], names[layer]) for _, outer in around if outer != layer)
+            around.append((-less_end, layer))
+        return {(outer, name) for outer, name in found if outer not in _around(name) and name not in _around(outer)}
 
     def _let_go(self, place: int) -> int:
         """When what a layer holds only for its backward pass would be free: when the layer after the next one has begun."""
@@ -244,6 +282,13 @@ class _Step:
     def _inputs_of(self, layer: int) -> set[int]:
         lives = self._complete.inputs.get(layer, ())
         return {place for life in lives if (place := self._places.get(id(life))) is not None}
+
+    def _first_input_bytes(self, layer: int, begin: int) -> float:
+        """Of what goes into the first call of a layer, which begins there."""
+        if isinstance(self._complete, FollowedStep):
+            return float(self._complete.first_input_bytes.get(layer, 0))
+        inputs = [place for place in self._inputs_of(layer) if self._born[place] < begin < self._died[place]]
+        return float(self._size[inputs].sum())
 
     def _recompute(self, begin: int, end: int, first: int) -> tuple[float, int]:
         """By how much computing it again rises above what is held before, and until which point it goes.
@@ -272,6 +317,12 @@ class _Step:
 
     def _calls_of(self, layer: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """First and last point of the forward pass, and of the backward pass, of each call; nothing where they are not known."""
+        if isinstance(self._complete, FollowedStep):
+            return [
+                ((call.begin, call.end), (call.first, call.last))
+                for call in self._complete.calls.get(layer, ())
+                if call.end >= call.begin and call.first is not None and call.last is not None
+            ]
         within = self._within[layer]
         count = self._record.calls[layer]
         if count == 1:
