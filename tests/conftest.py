@@ -104,6 +104,9 @@ def _torch_state() -> dict[str, object] | None:
         "GradScaler's methods": (scaler.scale, scaler.unscale_, scaler.step, scaler.update, scaler.load_state_dict),
         "Module.__call__": torch.nn.Module.__call__,
         "global forward hooks": len(module._global_forward_hooks) + len(module._global_forward_pre_hooks),
+        "what is noted of global forward hooks": (
+            len(module._global_forward_hooks_always_called), len(module._global_forward_hooks_with_kwargs),
+        ),
         "global backward hooks": len(module._global_backward_hooks) + len(module._global_backward_pre_hooks),
     }
 

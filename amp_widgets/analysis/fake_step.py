@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from amp_widgets.analysis.fake_kernels import UnfakeableError
@@ -549,7 +548,10 @@ class _FakeTracker(StepTracker):
     def start(self) -> str | None:
         """As of every step; besides, what goes into the layers by name is looked at."""
         because = super().start()
-        self._handles.append(register_module_forward_hook(self._look_at_inputs, with_kwargs=True))
+        if because is None:  # on each module: of one for all with names, torch's remove() leaves something behind
+            for reference, _ in self._modules:
+                if (module := reference()) is not None:
+                    self._handles.append(module.register_forward_hook(self._look_at_inputs, with_kwargs=True))
         return because
 
     def __torch_dispatch__(
