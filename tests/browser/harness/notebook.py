@@ -22,7 +22,7 @@ NOT_OURS: tuple[tuple[str, str], ...] = (
     (r"^uncaught: NotFoundError: Failed to execute 'removeChild'[^\n]*\n +at http://[^\n]*/lab/jlab_core\.[^\n]*$", "splash"),
     # JupyterLab, when a notebook is closed or its kernel restarted that still owes an answer
     (r"^uncaught: Error: Canceled future for \w+ message before replies were done", "owed answers"),
-    # Jupyter's server, when kernels are listed while one is being started, which has no last_activity yet (it lets KeyErrors pass)
+    # the server, when kernels are listed while one is being started, which has no last_activity yet (only KeyErrors it lets pass)
     (r"^Failed to load resource: [^\n]* status of 500 [^\n]*\(http://[^/\n]*/api/kernels\?\d+\)$", "a kernel that starts"),
 )
 
