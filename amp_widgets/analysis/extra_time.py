@@ -42,7 +42,8 @@ class ExtraTimes:
     Attributes
     ----------
     forward_s
-        Of each layer, all its calls in a forward pass together: the median over some passes, and over layers that are alike.
+        Of each layer, all its calls in a forward pass together: the median over some passes, and over layers that are alike. As
+        all seconds here, at the usual pace: what it takes of its pass, times what passes usually take.
     calls
         Of each layer in a pass.
     again_s

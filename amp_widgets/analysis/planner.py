@@ -374,7 +374,10 @@ class Planner:
         return found
 
     def _least(self) -> Layers:
-        """About the set with the lowest peak: that of the sets that were predicted, with the one that is lowest by estimate."""
+        """About the set with the lowest peak: that of the sets that were predicted, with the one that is lowest by estimate.
+
+        Where there are few layers, also of those that people would choose.
+        """
         self._peak(self._least_by_estimate())
         for names in self._named.values() if self._candidates <= _MANY else ():
             if self._estimate(names) <= _LIKELY * min(self._peaks.values()):
